@@ -1,0 +1,350 @@
+/* One call of attend on the CPU.
+ *
+ * The work is cut into tasks, in this order: a row, a tile of heads, and a split of the row's
+ * entries. A task walks the entries of its split in each source (smla_resolve), keeps the rows of
+ * the valid ones, and hands them to the tile kernel, a tile at a time, which carries the softmax
+ * on: attend_split. The splits of a row are then joined in order: fold. At last the sums are
+ * divided, scaled by the sink and stored: finish.
+ *
+ * Where rows and head tiles alone are tasks enough, a task runs all splits of its row one after
+ * the other; where they are few, splits are tasks of their own, their results wait in a workspace
+ * and a second round of tasks joins them. Both do the same arithmetic in the same order, and the
+ * cuts follow from shapes, so a row's bits depend neither on the way nor on the threads. */
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+#include "layout.h"
+#include "pool.h"
+#include "slot.h"
+#include "tensor.h"
+
+enum {
+    LISTED_ROWS = 4 * SMLA_TILE_ENTRIES, /* cache rows that are resolved before they are read */
+    FOLD_HEADS = 4,                      /* heads of one task of the second round */
+};
+
+/* What all threads of a call share: the work, and the counters that they take theirs from. */
+struct call {
+    const struct smla_attend *work;
+    const struct smla_tile_kernel *kernel;
+    struct smla_cpu_layout layout;
+    uint8_t *scratch;       /* of thread t from t * scratch_bytes() on */
+    uint8_t *parts;         /* of (row, head tile, split), where splits lie apart */
+    int64_t *split_entries; /* valid entries of each of those */
+    int64_t tasks;
+    _Atomic int64_t next_task;
+    _Atomic int32_t next_thread;
+};
+
+/* Some heads of a row. */
+struct place {
+    int64_t batch;
+    int64_t query;
+    int32_t head;
+    int32_t heads;
+};
+
+static int32_t smaller(int32_t a, int32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* `unit` numbers rows and, inside them, head tiles. */
+static struct place place_of(const struct call *call, int64_t unit)
+{
+    const struct smla_cpu_layout *layout = &call->layout;
+    const int64_t row = unit / layout->tiles;
+    const int32_t head = (int32_t)(unit % layout->tiles) * layout->head_tile;
+    return (struct place){row / call->work->s_q, row % call->work->s_q, head,
+                          smaller(call->work->heads - head, layout->head_tile)};
+}
+
+/* -------------------------------------------------------------------------- memory of a thread */
+
+struct scratch {
+    struct smla_tile tile;
+    struct smla_part part;  /* the split under way */
+    struct smla_part total; /* the splits so far */
+    const uint8_t *rows[LISTED_ROWS];
+};
+
+static size_t scratch_bytes(const struct smla_cpu_layout *layout)
+{
+    return smla_aligned(sizeof(struct scratch)) + layout->query_bytes + layout->keys_bytes +
+           layout->pairs_bytes + layout->scores_bytes + 2 * layout->part_bytes;
+}
+
+/* The next thread's scratch. What lies past d_qk in a query or key is never written again. */
+static struct scratch *take_scratch(struct call *call)
+{
+    const struct smla_cpu_layout *layout = &call->layout;
+    const size_t thread = (size_t)atomic_fetch_add(&call->next_thread, 1);
+    uint8_t *memory = call->scratch + thread * scratch_bytes(layout);
+    struct scratch *scratch = (struct scratch *)memory;
+    memory += smla_aligned(sizeof *scratch);
+    scratch->tile = layout->shape;
+    scratch->tile.query = memory;
+    memory += layout->query_bytes;
+    scratch->tile.keys = (float *)memory;
+    memory += layout->keys_bytes;
+    scratch->tile.pairs = (uint16_t *)memory;
+    memory += layout->pairs_bytes;
+    scratch->tile.scores = (float *)memory;
+    memory += layout->scores_bytes;
+    scratch->part = smla_part_at(layout, memory);
+    memory += layout->part_bytes;
+    scratch->total = smla_part_at(layout, memory);
+    if (layout->shape.depth != layout->shape.d_qk)
+        memset(scratch->tile.query, 0,
+               layout->query_bytes + layout->keys_bytes + layout->pairs_bytes);
+    return scratch;
+}
+
+/* -------------------------------------------------------------------------- one split */
+
+static void load_query(const struct call *call, struct smla_tile *tile, struct place at)
+{
+    const struct smla_attend *work = call->work;
+    const int64_t bytes = smla_dtype_bytes((enum smla_dtype)work->q_dtype);
+    tile->heads = at.heads;
+    for (int32_t part = 0, first = 0; part < 2; first += work->q_width[part++]) {
+        if (!work->q_width[part]) continue;
+        const int64_t *stride = work->q_stride[part];
+        for (int32_t h = 0; h < at.heads; h++) {
+            const int64_t element =
+                at.batch * stride[0] + at.query * stride[1] + (at.head + h) * stride[2];
+            call->kernel->query(tile, h, first, work->q_width[part],
+                                (const uint8_t *)work->q[part] + element * bytes);
+        }
+    }
+}
+
+static void attend_rows(const struct call *call, struct scratch *scratch, struct smla_part *part,
+                        int32_t count)
+{
+    for (int32_t done = 0; done < count; done += SMLA_TILE_ENTRIES)
+        call->kernel->attend(&scratch->tile, part, scratch->rows + done,
+                             smaller(count - done, SMLA_TILE_ENTRIES), count - done);
+}
+
+/* Makes `part` the attention over entries [split * split_entries, ...) of the row, of each
+ * source. */
+static void attend_split(const struct call *call, struct scratch *scratch, struct place at,
+                         int32_t split, struct smla_part *part)
+{
+    const struct smla_attend *work = call->work;
+    struct smla_tile *tile = &scratch->tile;
+    part->entries = 0;
+    for (int which = 0; which < work->sources; which++) {
+        const struct smla_source *source = &work->source[which];
+        struct smla_row row;
+        smla_open_row(work, which, at.batch, at.query, &row);
+        tile->format = smla_format((enum smla_format)source->format);
+        tile->tensor_scale = source->scale;
+        tile->row_bytes = tile->format->row_bytes ? tile->format->row_bytes
+                                                  : work->d_qk * smla_dtype_bytes(tile->dtype);
+        const int64_t first = split * call->layout.split_entries;
+        const int64_t last = smla_clamp(row.entries, first, first + call->layout.split_entries);
+        int32_t listed = 0;
+        for (int64_t j = first; j < last; j++) {
+            struct smla_place place;
+            if (smla_resolve(source, &row, j, &place) != SMLA_VALID) continue;
+            scratch->rows[listed++] = smla_token(source, &place);
+            if (listed == LISTED_ROWS) {
+                attend_rows(call, scratch, part, listed);
+                listed = 0;
+            }
+        }
+        attend_rows(call, scratch, part, listed);
+    }
+}
+
+/* -------------------------------------------------------------------------- joining and storing */
+
+/* The result of a first split is taken as it is: an empty total has nothing to fold into. */
+static void fold(const struct call *call, struct smla_part *total, const struct smla_part *part,
+                 int32_t heads)
+{
+    if (part->entries == 0) return;
+    if (total->entries) {
+        call->kernel->fold(&call->layout.shape, total, part, heads);
+        return;
+    }
+    const size_t floats = (size_t)heads * (size_t)call->layout.shape.value_pitch;
+    memcpy(total->values, part->values, floats * sizeof(float));
+    memcpy(total->peak, part->peak, (size_t)heads * sizeof(float));
+    memcpy(total->sum, part->sum, (size_t)heads * sizeof(float));
+    total->entries = part->entries;
+}
+
+static int64_t element_of(const struct smla_output *output, struct place at, int32_t h)
+{
+    return at.batch * output->stride[0] + at.query * output->stride[1] +
+           (at.head + h) * output->stride[2];
+}
+
+static float sink_of(const struct smla_attend *work, int32_t head)
+{
+    return ((const float *)work->attn_sink.data)[head * work->attn_sink.stride[0]];
+}
+
+/* Emptiness is by count: a row of valid entries whose scores are all -inf is not empty. */
+static void finish(const struct call *call, const struct smla_part *part, struct place at)
+{
+    const struct smla_attend *work = call->work;
+    const bool empty = part->entries == 0;
+    for (int32_t h = 0; h < at.heads; h++) {
+        const double lse = empty ? work->empty_lse : part->peak[h] + log(part->sum[h]);
+        uint8_t *out = (uint8_t *)work->out.data +
+                       element_of(&work->out, at, h) *
+                           smla_dtype_bytes((enum smla_dtype)work->out.dtype);
+        if (empty) {
+            memset(out, 0,
+                   (size_t)work->d_v * (size_t)smla_dtype_bytes((enum smla_dtype)work->out.dtype));
+        } else {
+            double factor = 1.0 / part->sum[h];
+            if (work->attn_sink.dtype) factor /= 1.0 + exp(sink_of(work, at.head + h) - lse);
+            call->kernel->store(part->values + (size_t)h * (size_t)call->layout.shape.value_pitch,
+                                (float)factor, work->d_v, (enum smla_dtype)work->out.dtype, out);
+        }
+        if (work->lse.dtype) ((float *)work->lse.data)[element_of(&work->lse, at, h)] = (float)lse;
+        if (work->max_logits.dtype)
+            ((float *)work->max_logits.data)[element_of(&work->max_logits, at, h)] =
+                empty ? -INFINITY : isnan(lse) ? (float)lse : part->peak[h];
+    }
+}
+
+/* -------------------------------------------------------------------------- tasks */
+
+/* The arrays of one split's part, in the workspace, from `head` of its head tile on. */
+static struct smla_part stored_part(const struct call *call, int64_t unit, int32_t split,
+                                    int32_t head)
+{
+    const int64_t index = unit * call->layout.splits + split;
+    struct smla_part part =
+        smla_part_at(&call->layout, call->parts + (size_t)index * call->layout.part_bytes);
+    part.values += (size_t)head * (size_t)call->layout.shape.value_pitch;
+    part.peak += head;
+    part.sum += head;
+    part.entries = call->split_entries[index];
+    return part;
+}
+
+static void attend_unit(const struct call *call, struct scratch *scratch, struct place at)
+{
+    if (call->layout.splits == 1) {
+        attend_split(call, scratch, at, 0, &scratch->part);
+        finish(call, &scratch->part, at);
+        return;
+    }
+    scratch->total.entries = 0;
+    for (int32_t split = 0; split < call->layout.splits; split++) {
+        attend_split(call, scratch, at, split, &scratch->part);
+        fold(call, &scratch->total, &scratch->part, at.heads);
+    }
+    finish(call, &scratch->total, at);
+}
+
+/* First round: rows, head tiles and, where they lie apart, splits. */
+static void run_splits(void *context)
+{
+    struct call *call = context;
+    const int32_t splits = call->layout.apart ? call->layout.splits : 1;
+    struct scratch *scratch = NULL;
+    for (;;) {
+        const int64_t task = atomic_fetch_add(&call->next_task, 1);
+        if (task >= call->tasks) return;
+        if (!scratch) scratch = take_scratch(call);
+        const struct place at = place_of(call, task / splits);
+        load_query(call, &scratch->tile, at);
+        if (!call->layout.apart) {
+            attend_unit(call, scratch, at);
+            continue;
+        }
+        const int32_t split = (int32_t)(task % splits);
+        struct smla_part part = stored_part(call, task / splits, split, 0);
+        attend_split(call, scratch, at, split, &part);
+        call->split_entries[task] = part.entries;
+    }
+}
+
+static int32_t fold_pieces(const struct call *call)
+{
+    return (call->layout.head_tile + FOLD_HEADS - 1) / FOLD_HEADS;
+}
+
+/* Second round: a few heads of a row, whose splits are joined in the memory of the first that is
+ * not empty. */
+static void run_folds(void *context)
+{
+    struct call *call = context;
+    const int32_t pieces = fold_pieces(call);
+    for (;;) {
+        const int64_t task = atomic_fetch_add(&call->next_task, 1);
+        if (task >= call->tasks) return;
+        const int64_t unit = task / pieces;
+        const int32_t head = (int32_t)(task % pieces) * FOLD_HEADS;
+        struct place at = place_of(call, unit);
+        if (head >= at.heads) continue;
+        at.head += head;
+        at.heads = smaller(at.heads - head, FOLD_HEADS);
+        struct smla_part total = stored_part(call, unit, 0, head);
+        for (int32_t split = 1; split < call->layout.splits; split++) {
+            const struct smla_part part = stored_part(call, unit, split, head);
+            if (total.entries)
+                fold(call, &total, &part, at.heads);
+            else
+                total = part;
+        }
+        finish(call, &total, at);
+    }
+}
+
+/* Work that takes less time than waking a thread is done by the caller. */
+static int32_t threads_for(const struct smla_attend *work, int64_t tasks)
+{
+    double products = 0.0;
+    for (int which = 0; which < work->sources; which++)
+        products += (double)work->source[which].topk;
+    products *= (double)work->batch * (double)work->s_q * work->heads * (work->d_qk + work->d_v);
+    const int32_t threads = products < 1e6 ? 1 : smla_cpu_threads();
+    return tasks < threads ? (int32_t)tasks : threads;
+}
+
+enum smla_status smla_cpu_attend(const struct smla_attend *work, const struct smla_plan *plan,
+                                 struct smla_error *error)
+{
+    if (work->batch == 0 || work->s_q == 0) return SMLA_OK;
+    struct call call = {
+        .work = work,
+        .kernel = smla_tile_kernel(plan->kernel_id, (enum smla_dtype)work->q_dtype),
+    };
+    smla_cpu_lay_out(work, plan, &call.layout);
+    const int64_t units = call.layout.rows * call.layout.tiles;
+    call.tasks = call.layout.apart ? units * plan->splits : units;
+
+    const int32_t threads = threads_for(work, call.tasks);
+    const size_t scratch = (size_t)threads * scratch_bytes(&call.layout);
+    const size_t parts = call.layout.apart ? (size_t)call.tasks * call.layout.part_bytes : 0;
+    const size_t counts = call.layout.apart ? (size_t)call.tasks * sizeof(int64_t) : 0;
+    const size_t bytes = scratch + parts + smla_aligned(counts);
+    uint8_t *memory = aligned_alloc(SMLA_ALIGNMENT, bytes);
+    SMLA_FAIL_IF(!memory, error, SMLA_ERROR_MEMORY, "attend: no memory for a workspace of %zu bytes",
+                 bytes);
+    call.scratch = memory;
+    call.parts = memory + scratch;
+    call.split_entries = (int64_t *)(call.parts + parts);
+    if (counts) memset(call.split_entries, 0, counts);
+
+    smla_pool_run(run_splits, &call, threads);
+    if (call.layout.apart) {
+        call.tasks = units * fold_pieces(&call);
+        call.next_task = 0;
+        smla_pool_run(run_folds, &call, threads);
+    }
+    free(memory);
+    return SMLA_OK;
+}

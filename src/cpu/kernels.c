@@ -1,0 +1,118 @@
+/* The kernels that this build has, and which of them this CPU and this operating system run. */
+#define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <string.h>
+#include <time.h>
+
+#include "cpu.h"
+#include "layout.h"
+#include "tile.h"
+
+enum {
+#if defined(__x86_64__)
+    AVX512BF16,
+    AVX512,
+    AVX2,
+#endif
+    PLAIN,
+    KERNELS
+};
+
+static struct smla_cpu_kernel kernels[KERNELS] = {
+#if defined(__x86_64__)
+    [AVX512BF16] = {.name = "cpu_avx512bf16", .isa = "AVX-512 F, BW, VL, DQ, BF16"},
+    [AVX512] = {.name = "cpu_avx512", .isa = "AVX-512 F, BW, VL, DQ"},
+    [AVX2] = {.name = "cpu_avx2", .isa = "AVX2, FMA, F16C"},
+#endif
+    [PLAIN] = {.name = "cpu_plain", .isa = "plain C", .runs = true},
+};
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* The state that the operating system saves: bits of XCR0. */
+static uint64_t saved_state(void)
+{
+    uint32_t low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+static bool all_of(uint64_t bits, uint64_t wanted)
+{
+    return (bits & wanted) == wanted;
+}
+
+static void ask_cpu(void)
+{
+    enum { XMM_YMM = 0x06, OPMASK_ZMM = 0xE6 };
+    uint32_t eax, ebx, ecx, edx, leaf7, leaf7_ecx, leaf7_edx, leaf7_1 = 0;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !all_of(ecx, bit_OSXSAVE)) return;
+    const uint64_t state = saved_state();
+    const bool fma = all_of(ecx, bit_AVX | bit_FMA | bit_F16C);
+    if (!__get_cpuid_count(7, 0, &eax, &leaf7, &leaf7_ecx, &leaf7_edx)) return;
+    if (eax >= 1) __get_cpuid_count(7, 1, &leaf7_1, &ebx, &ecx, &edx);
+
+    const bool avx2 = fma && all_of(leaf7, bit_AVX2) && all_of(state, XMM_YMM);
+    const bool avx512 =
+        avx2 && all_of(leaf7, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
+        all_of(state, OPMASK_ZMM);
+    kernels[AVX2].runs = avx2;
+    kernels[AVX512].runs = avx512;
+    kernels[AVX512BF16].runs = avx512 && all_of(leaf7_1, bit_AVX512BF16);
+}
+#else
+static void ask_cpu(void)
+{
+}
+#endif
+
+int32_t smla_cpu_kernels(const struct smla_cpu_kernel **table)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, ask_cpu);
+    *table = kernels;
+    return KERNELS;
+}
+
+const struct smla_tile_kernel *smla_tile_kernel(int32_t kernel_id, enum smla_dtype q_dtype)
+{
+    switch (kernel_id) {
+#if defined(__x86_64__)
+    case AVX512BF16: /* its products take bfloat16 queries only */
+        return q_dtype == SMLA_BFLOAT16 ? &smla_tile_avx512bf16 : &smla_tile_avx512;
+    case AVX512: return &smla_tile_avx512;
+    case AVX2: return &smla_tile_avx2;
+#endif
+    default: (void)q_dtype; return &smla_tile_plain;
+    }
+}
+
+static double seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* The best of a few attempts of some milliseconds each: the others were interrupted, or ran before
+ * the clock rate had risen. */
+static double measure(const struct smla_tile_kernel *kernel)
+{
+    enum { ATTEMPTS = 8, ROUNDS = 1 << 20 };
+    double best = 0.0;
+    for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
+        const double begin = seconds();
+        const double rate = kernel->multiply(ROUNDS) / (seconds() - begin);
+        if (rate > best) best = rate;
+    }
+    return best;
+}
+
+double smla_cpu_peak(const char *kernel)
+{
+    for (int32_t id = 0; id < KERNELS; id++)
+        if (!strcmp(kernel, kernels[id].name))
+            return measure(smla_tile_kernel(id, SMLA_BFLOAT16));
+    return 0.0;
+}

@@ -1,0 +1,124 @@
+#include "layout.h"
+
+#include <string.h>
+
+#include "cpu.h"
+
+enum {
+    ENOUGH_TASKS = 64,      /* rows x head tiles from which on a row's entries are not split */
+    LEAST_SPLIT = 128,      /* entries for which a task of their own pays */
+    INVARIANT_SPLIT = 256,  /* the same with batch_invariant, where many rows pay for it too */
+    INVARIANT_SPLITS = 16,  /* at most */
+};
+
+static int64_t ceil_div(int64_t number, int64_t by)
+{
+    return (number + by - 1) / by;
+}
+
+static int64_t round_up(int64_t number, int64_t multiple)
+{
+    return ceil_div(number, multiple) * multiple;
+}
+
+static int64_t at_least(int64_t number, int64_t least)
+{
+    return number < least ? least : number;
+}
+
+size_t smla_aligned(size_t bytes)
+{
+    return (bytes + SMLA_ALIGNMENT - 1) / SMLA_ALIGNMENT * SMLA_ALIGNMENT;
+}
+
+/* Entries of one split: whole tiles, from shapes alone. With batch_invariant the number of rows
+ * has no say; without it, few rows are split until there is work for every core. */
+static int64_t split_entries(const struct smla_attend *work, int64_t entries, int64_t units)
+{
+    if (work->batch_invariant) {
+        const int64_t share = ceil_div(entries, INVARIANT_SPLITS);
+        return round_up(at_least(share, INVARIANT_SPLIT), SMLA_TILE_ENTRIES);
+    }
+    const int64_t splits = ceil_div(ENOUGH_TASKS, at_least(units, 1));
+    return round_up(at_least(ceil_div(entries, splits), LEAST_SPLIT), SMLA_TILE_ENTRIES);
+}
+
+void smla_cpu_split(const struct smla_attend *work, struct smla_plan *plan)
+{
+    int64_t entries = 0;
+    for (int which = 0; which < work->sources; which++)
+        entries = at_least(entries, work->source[which].topk);
+    const int64_t tiles = ceil_div(work->heads, SMLA_TILE_HEADS);
+    const int64_t units = work->batch * work->s_q * tiles;
+
+    plan->head_tile = (int32_t)ceil_div(work->heads, tiles);
+    plan->split_entries = split_entries(work, entries, units);
+    plan->splits = (int32_t)at_least(ceil_div(entries, plan->split_entries), 1);
+    plan->launches = 0;
+
+    struct smla_cpu_layout layout;
+    smla_cpu_lay_out(work, plan, &layout);
+    plan->workspace_bytes =
+        layout.apart ? units * plan->splits * (int64_t)layout.part_bytes : 0;
+}
+
+/* Numbers from a row of `depth` numbers to the next, of which `line` fill a cache line: an odd number
+ * of lines, so that the rows of a tile do not fall into the same sets of the first-level cache. */
+static int32_t pitch_of(int32_t depth, int32_t line)
+{
+    return (int32_t)(ceil_div(depth, line) | 1) * line;
+}
+
+static void set_shape(const struct smla_attend *work, const struct smla_tile_kernel *kernel,
+                      struct smla_tile *shape)
+{
+    memset(shape, 0, sizeof *shape);
+    shape->d_qk = work->d_qk;
+    shape->d_v = work->d_v;
+    shape->depth = (int32_t)round_up(work->d_qk, kernel->granule);
+    shape->value_depth = (int32_t)round_up(work->d_v, kernel->granule);
+    shape->pitch = pitch_of(shape->depth, 16);
+    shape->value_pitch = pitch_of(shape->value_depth, 16);
+    shape->pair_pitch = kernel->pairs ? pitch_of(shape->depth, 32) : 0;
+    shape->dtype = (enum smla_dtype)work->q_dtype;
+    shape->softmax_scale = work->softmax_scale;
+    shape->logit_cap = work->logit_cap;
+}
+
+/* Peaks and sums are padded so that the sums begin on a cache line of their own. */
+static int32_t padded_heads(const struct smla_cpu_layout *layout)
+{
+    return (int32_t)round_up(layout->head_tile, 16);
+}
+
+void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *plan,
+                  struct smla_cpu_layout *layout)
+{
+    memset(layout, 0, sizeof *layout);
+    set_shape(work, smla_tile_kernel(plan->kernel_id, (enum smla_dtype)work->q_dtype),
+              &layout->shape);
+    layout->rows = work->batch * work->s_q;
+    layout->head_tile = plan->head_tile;
+    layout->tiles = (int32_t)ceil_div(work->heads, plan->head_tile);
+    layout->splits = plan->splits;
+    layout->split_entries = plan->split_entries;
+    layout->apart = plan->splits > 1 && layout->rows * layout->tiles < ENOUGH_TASKS;
+
+    const size_t heads = (size_t)plan->head_tile;
+    const size_t pitch = (size_t)layout->shape.pitch * sizeof(float);
+    const size_t pair_pitch = (size_t)layout->shape.pair_pitch * sizeof(uint16_t);
+    const size_t value_pitch = (size_t)layout->shape.value_pitch * sizeof(float);
+    layout->query_bytes = smla_aligned(heads * (pair_pitch ? pair_pitch : pitch));
+    layout->keys_bytes = smla_aligned(SMLA_TILE_ENTRIES * pitch);
+    layout->pairs_bytes = smla_aligned(SMLA_TILE_ENTRIES * pair_pitch);
+    layout->scores_bytes = smla_aligned(heads * SMLA_TILE_ENTRIES * sizeof(float));
+    layout->part_bytes =
+        smla_aligned(heads * value_pitch + 2 * (size_t)padded_heads(layout) * sizeof(float));
+}
+
+struct smla_part smla_part_at(const struct smla_cpu_layout *layout, uint8_t *memory)
+{
+    float *values = (float *)memory;
+    float *peak = values + (size_t)layout->head_tile * (size_t)layout->shape.value_pitch;
+    return (struct smla_part){values, peak, peak + padded_heads(layout), 0};
+}

@@ -1,0 +1,37 @@
+#include "gpu/kernels.h"
+
+#include <stddef.h>
+
+#include "build_config.h"
+#include "gpu/gpu.h"
+
+#define DECLARE_IMAGE(name)                                                                        \
+    extern const unsigned char smla_image_##name[], smla_image_##name##_end[];
+#define IMAGE(name) {#name, smla_image_##name, smla_image_##name##_end},
+
+SMLA_IMAGES(DECLARE_IMAGE)
+
+static const struct smla_gpu_image images[] = {
+    SMLA_IMAGES(IMAGE) /* none in a build without kernels */
+    {"", NULL, NULL},
+};
+
+const struct smla_gpu_build smla_gpu_build = {
+    .compiler = SMLA_NVCC_VERSION,
+    .targets = SMLA_IMAGE_TARGETS,
+    .images = images,
+    .count = sizeof images / sizeof *images - 1,
+};
+
+const struct smla_gpu_kernel_info smla_gpu_kernels[SMLA_GPU_KERNELS] = {
+    [SMLA_KERNEL_MERGE] = {"any_merge", "any_merge", 128, 0},
+    [SMLA_KERNEL_MERGE_VECTOR] = {"any_merge", "any_merge_vector", 128, 0},
+    [SMLA_KERNEL_ATTEND] = {"any_attend", "any_attend", 128, SMLA_ANY_SHARED_BYTES},
+    [SMLA_KERNEL_ATTEND_WIDE] = {"any_attend", "any_attend_wide", 128, SMLA_ANY_SHARED_BYTES},
+    [SMLA_KERNEL_COMBINE] = {"any_attend", "any_combine", 128, 0},
+    [SMLA_KERNEL_CHECK] = {"any_check", "any_check", 128, 0},
+    [SMLA_KERNEL_CHECK_FIRST] = {"any_check", "any_check_first", 128, 0},
+    [SMLA_KERNEL_RESOLVE] = {"any_check", "any_resolve", 128, 0},
+    [SMLA_KERNEL_APPEND] = {"any_cache", "any_append", 128, 0},
+    [SMLA_KERNEL_UNPACK] = {"any_cache", "any_unpack", 128, 0},
+};
