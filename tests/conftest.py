@@ -1,0 +1,82 @@
+"""Where the tests run: every kernel that this machine has, NumPy and PyTorch, CPU and GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparse_mla
+from compare import check_call, to_framework, to_numpy
+
+
+def cpu_kernels() -> list[str]:
+    """The CPU kernels that this build has and this machine runs, best first."""
+    return [each["name"] for each in sparse_mla.build_info()["cpu_kernels"] if each["runs"]]
+
+
+def has_cuda() -> bool:
+    return any(device["device"].startswith("cuda") for device in sparse_mla.devices())
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A framework's tensors on a device, and the kernel that has to be used for them."""
+
+    framework: str
+    device: str
+    kernel: str | None
+
+    def tensors(self, arguments: Any) -> Any:
+        return to_framework(arguments, self.framework, self.device)
+
+    def attend(self, **arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+        """attend with NumPy arguments on this backend; NumPy results."""
+        out, lse = sparse_mla.attend(**self.tensors(arguments))
+        return to_numpy(out), to_numpy(lse)
+
+    def check(self, arguments: dict[str, Any]) -> dict[str, float]:
+        return check_call(arguments, self.framework, self.device)
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.framework, self.device, self.kernel)))
+
+
+BACKENDS = [
+    *(pytest.param(Backend("numpy", "cpu", kernel), id=kernel) for kernel in cpu_kernels()),
+    pytest.param(Backend("torch", "cpu", None), id="torch"),
+    pytest.param(Backend("torch", "cuda", None), id="cuda", marks=pytest.mark.gpu),
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not has_cuda():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """A test with this fixture runs on every kernel, framework and device that there is."""
+    backend = request.param
+    if backend.framework == "torch" and importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    if backend.kernel:
+        monkeypatch.setenv("SPARSE_MLA_KERNEL", backend.kernel)
+    return backend
+
+
+@pytest.fixture(autouse=True)
+def no_fault_left() -> None:
+    """A test leaves no fault recorded for the next one, and takes none from the last."""
+    os.environ.pop("SPARSE_MLA_KERNEL", None)
+    sparse_mla.faults()

@@ -1,0 +1,45 @@
+"""Tensors that say they are on a GPU, and what the driver of fake_driver.c was asked for.
+
+Imported by the scripts of test_gpu_driver.py, whose libcuda.so.1 is the made-up one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numpy as np
+
+from capsules import CUDA, Producer
+
+driver = ctypes.CDLL("libcuda.so.1")
+
+
+def tensor(*shape: int, device: int = 0, offset: int = 0) -> Producer:
+    """A contiguous float32 tensor, `offset` numbers past an address that 32 divides."""
+    count = math.prod(shape)
+    numbers = np.empty(count + 8 + offset, np.float32)
+    begin = -(numbers.ctypes.data // 4) % 8 + offset
+    array = numbers[begin : begin + count].reshape(shape)
+    return Producer(array, device=(CUDA, device))
+
+
+class Launch(ctypes.Structure):
+    """The beginning of fake_launch: what was launched last."""
+
+    _fields_ = (
+        ("blocks", ctypes.c_uint),
+        ("threads", ctypes.c_uint),
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_ulonglong),
+        ("kernel", ctypes.c_char * 64),
+    )
+
+
+def last_launch() -> Launch:
+    return Launch.in_dll(driver, "fake_launch")
+
+
+def calls(function: str) -> int:
+    """How often the driver's function was called."""
+    return driver.fake_calls(function.encode())

@@ -1,0 +1,77 @@
+"""The notebooks run from top to bottom, and show what their prose says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+
+
+def cells(name: str, kind: str) -> list[str]:
+    notebook = json.loads((NOTEBOOKS / name).read_text())
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A function that runs a notebook's code and returns its names."""
+    matplotlib = pytest.importorskip("matplotlib")
+    pytest.importorskip("ml_dtypes")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "show", lambda: plt.close("all"))
+
+    def run(name: str) -> dict:
+        names: dict = {"__name__": "__main__"}
+        for number, source in enumerate(cells(name, "code"), 1):
+            exec(compile(source, f"{name}, code cell {number}", "exec"), names)
+        return names
+
+    return run
+
+
+def test_quickstart(run, capsys):
+    names = run("quickstart.ipynb")
+    lse, full_lse = names["lse"], names["full_lse"]
+    covered = np.exp(lse - full_lse)
+    assert 0.7 < covered.mean() < 1
+    assert np.isclose(names["weights"].sum(), 1, atol=1e-4)
+    assert np.isclose(names["weights"][names["kept"]].sum(), covered.mean(), atol=1e-4)
+
+    by_size = np.exp(names["lses"] - full_lse).mean(axis=1)
+    window = np.exp(names["window_lses"] - full_lse).mean(axis=1)
+    assert np.all(np.diff(by_size) > 0)
+    assert np.all(by_size[:-1] > window[:-1])
+    assert np.isclose(by_size[-1], 1, atol=1e-5)
+
+    assert np.abs(names["merged"] - names["out"]).max() < 1e-4
+    assert np.abs(names["merged_lse"] - lse).max() < 1e-4
+
+    report = names["report"]
+    assert [fault.tensor for fault in report.faults] == ["indices", "block_table"]
+    assert report.sources[0].duplicates == 1
+    printed = capsys.readouterr().out
+    assert "indices[0, 17] = -2147483648 is negative" in printed
+    assert "fp8_ds_mla            656" in printed
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_stored_form(path):
+    """Small enough for a repository, without errors, and of no particular machine."""
+    text = path.read_text()
+    assert len(text) < 250_000
+    outputs = [
+        output
+        for cell in json.loads(text)["cells"]
+        if cell["cell_type"] == "code"
+        for output in cell["outputs"]
+    ]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    for foreign in ("/home/", "/root/", "/tmp/", "site-packages"):
+        assert foreign not in text
