@@ -110,24 +110,71 @@
     "(out, lse)"
 
 #define SMLA_DOC_PACK                                                                              \
-    "pack(rows, *, cache_format, block_size, cache_scale=None)\n--\n\n"                            \
-    "A new cache (num_blocks, block_size, row) that holds rows[i] in slot i.\n\n"                  \
-    "rows is (n, d_qk) in bfloat16, float16 or float32. The cache has rows' dtype for 'dense' "    \
-    "and uint8 otherwise; a scale is amax / 448 of its group in float32, numbers are rounded to "  \
-    "nearest even after a clamp to +-448 scales. The rest of the last block is zero."
+    "pack(rows, *, cache_format, block_size, cache_scale=None)\n"                                  \
+    "--\n\n"                                                                                       \
+    "A new cache that holds rows[i] in slot i.\n\n"                                                \
+    "A scale is amax / 448 of its group in float32; numbers are clamped to +-448 scales "          \
+    "and rounded to nearest even.\n\n"                                                             \
+    "Parameters\n"                                                                                 \
+    "----------\n"                                                                                 \
+    "rows : (n, d_qk), bfloat16, float16 or float32\n"                                             \
+    "cache_format : str\n"                                                                         \
+    "    A name of cache_formats().\n"                                                             \
+    "block_size : int\n"                                                                           \
+    "    Slots of a block, at least 1; what is left of the last block is zero.\n"                  \
+    "cache_scale : float\n"                                                                        \
+    "    The one scale of 'fp8_tensor'.\n\n"                                                       \
+    "Returns\n"                                                                                    \
+    "-------\n"                                                                                    \
+    "(num_blocks, block_size, row) in rows' framework: of rows' dtype for 'dense', else "          \
+    "uint8.\n\n"                                                                                   \
+    "Raises\n"                                                                                     \
+    "------\n"                                                                                     \
+    "TypeError, ValueError, BufferError\n"                                                         \
+    "    As attend does."
 
 #define SMLA_DOC_UNPACK                                                                            \
-    "unpack(kv_cache, *, cache_format=None, cache_scale=None)\n--\n\n"                             \
-    "Every slot of a cache as float32 (num_slots, d_qk), exactly as its bytes say.\n\n"            \
-    "kv_cache and the formats are those of attend."
+    "unpack(kv_cache, *, cache_format=None, cache_scale=None)\n"                                   \
+    "--\n\n"                                                                                       \
+    "Every slot of a cache as float32, exactly as its bytes say.\n\n"                              \
+    "Parameters\n"                                                                                 \
+    "----------\n"                                                                                 \
+    "kv_cache : (num_blocks, block_size[, 1], row) or (num_slots, row)\n"                          \
+    "cache_format : str\n"                                                                         \
+    "    A name of cache_formats(); 'dense' where kv_cache is of a float dtype.\n"                 \
+    "cache_scale : float\n"                                                                        \
+    "    The one scale of 'fp8_tensor'.\n\n"                                                       \
+    "Returns\n"                                                                                    \
+    "-------\n"                                                                                    \
+    "(num_slots, d_qk) float32 in kv_cache's framework.\n\n"                                       \
+    "Raises\n"                                                                                     \
+    "------\n"                                                                                     \
+    "TypeError, ValueError, BufferError\n"                                                         \
+    "    As attend does."
 
 #define SMLA_DOC_APPEND                                                                            \
     "append(kv_cache, slots, latent, rope=None, *, cache_format, cache_scale=None, "               \
-    "stream=None)\n--\n\n"                                                                         \
+    "stream=None)\n"                                                                               \
+    "--\n\n"                                                                                       \
     "Writes tokens into a cache: token t to slot slots[t].\n\n"                                    \
-    "slots is (tokens,), int32 or int64; a slot < 0 or past the cache is skipped, of equal slots " \
-    "the last token wins whole. latent is (tokens, width) and rope (tokens, width) in bfloat16, "  \
-    "float16 or float32; together they are d_qk wide. Rounding and scales are those of pack."
+    "A slot < 0 or past the cache is skipped; of equal slots the last token wins whole. "          \
+    "Scales and rounding are those of pack.\n\n"                                                   \
+    "Parameters\n"                                                                                 \
+    "----------\n"                                                                                 \
+    "kv_cache : (num_blocks, block_size[, 1], row) or (num_slots, row), written\n"                 \
+    "slots : (tokens,), int32 or int64\n"                                                          \
+    "latent, rope : (tokens, width), bfloat16, float16 or float32\n"                               \
+    "    Together d_qk wide; without rope latent holds whole rows.\n"                              \
+    "cache_format : str\n"                                                                         \
+    "    A name of cache_formats().\n"                                                             \
+    "cache_scale : float\n"                                                                        \
+    "    The one scale of 'fp8_tensor'.\n"                                                         \
+    "stream : int or object with __cuda_stream__\n"                                                \
+    "    As in attend.\n\n"                                                                        \
+    "Raises\n"                                                                                     \
+    "------\n"                                                                                     \
+    "TypeError, ValueError, BufferError\n"                                                         \
+    "    As attend does."
 
 #define SMLA_DOC_RESOLVE                                                                           \
     "resolve(kv_cache, indices, *, cache_format=None, block_table=None, request_ids=None, "        \
@@ -145,8 +192,11 @@
     "device is 'cpu', 'cuda:1' or an object that prints so; None: the CPU, then every GPU."
 
 #define SMLA_DOC_SYNCHRONIZE                                                                       \
-    "synchronize(device=None)\n--\n\n"                                                             \
-    "Waits for the work of a GPU. The CPU has nothing to wait for: calls there return when done."
+    "synchronize(device=None)\n"                                                                   \
+    "--\n\n"                                                                                       \
+    "Waits for the work of a GPU and raises the IndexFault that a call with "                      \
+    "validate='deferred' left. The CPU has nothing to wait for.\n\n"                               \
+    "device is 'cpu', 'cuda:1' or an object that prints so; None: every GPU."
 
 #define SMLA_DOC_CACHE_FORMATS                                                                     \
     "cache_formats()\n--\n\n"                                                                      \
@@ -156,9 +206,28 @@
 #define SMLA_DOC_PLAN                                                                              \
     "plan(*, batch, heads, topk, s_q=1, d_qk=576, d_v=512, dtype='bfloat16', "                     \
     "cache_format='dense', extra_topk=0, extra_cache_format=None, batch_invariant=False, "         \
-    "device='cpu')\n--\n\n"                                                                        \
-    "What attend would run for these shapes: kernel, splits, split_entries, head_tile, launches "  \
-    "and workspace_bytes, as a dict. Nothing else decides it but SPARSE_MLA_KERNEL."
+    "device='cpu')\n"                                                                              \
+    "--\n\n"                                                                                       \
+    "What attend would run for these shapes; nothing else decides it but "                         \
+    "SPARSE_MLA_KERNEL.\n\n"                                                                       \
+    "Parameters\n"                                                                                 \
+    "----------\n"                                                                                 \
+    "batch, s_q, heads, d_qk, d_v : int\n"                                                         \
+    "    Of q and out; batch * s_q rows.\n"                                                        \
+    "topk, extra_topk : int\n"                                                                     \
+    "    Entries of a row in each cache.\n"                                                        \
+    "dtype : 'bfloat16', 'float16' or 'float32'\n"                                                 \
+    "    Of q.\n"                                                                                  \
+    "cache_format, extra_cache_format : str\n"                                                     \
+    "    Names of cache_formats().\n"                                                              \
+    "batch_invariant : bool\n"                                                                     \
+    "device : str or object that prints so\n"                                                      \
+    "    'cpu', 'cuda' or 'cuda:1'.\n\n"                                                           \
+    "Returns\n"                                                                                    \
+    "-------\n"                                                                                    \
+    "A dict: kernel, splits (parts of a row that are merged), split_entries (entries of "          \
+    "a part), head_tile (heads that share one gather), launches (on the stream) and "              \
+    "workspace_bytes."
 
 #define SMLA_DOC_LOAD                                                                              \
     "load(device=None)\n--\n\n"                                                                    \
