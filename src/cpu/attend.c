@@ -8,8 +8,8 @@
  *
  * Where rows and head tiles alone are tasks enough, a task runs all splits of its row one after
  * the other; where they are few, splits are tasks of their own, their results wait in a workspace
- * and a second round of tasks joins them. Both do the same arithmetic in the same order, and the
- * cuts follow from shapes, so a row's bits depend neither on the way nor on the threads. */
+ * and a second round of tasks joins them. Both do the same arithmetic in the same order. Only the
+ * splits decide bits, and they follow from shapes; head tiles and threads do not show. */
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -114,8 +114,8 @@ static void load_query(const struct call *call, struct smla_tile *tile, struct p
         if (!work->q_width[part]) continue;
         const int64_t *stride = work->q_stride[part];
         for (int32_t h = 0; h < at.heads; h++) {
-            const int64_t element =
-                at.batch * stride[0] + at.query * stride[1] + (at.head + h) * stride[2];
+            const int64_t element = at.batch * stride[0] + at.query * stride[1] +
+                                    (at.head + h) * stride[2];
             call->kernel->query(tile, h, first, work->q_width[part],
                                 (const uint8_t *)work->q[part] + element * bytes);
         }
@@ -212,8 +212,11 @@ static void finish(const struct call *call, const struct smla_part *part, struct
         }
         if (work->lse.dtype) ((float *)work->lse.data)[element_of(&work->lse, at, h)] = (float)lse;
         if (work->max_logits.dtype)
-            ((float *)work->max_logits.data)[element_of(&work->max_logits, at, h)] =
-                empty ? -INFINITY : isnan(lse) ? (float)lse : part->peak[h];
+            ((float *)
+                 work->max_logits.data)[element_of(&work->max_logits, at, h)] = empty ? -INFINITY
+                                                                                : isnan(lse)
+                                                                                    ? (float)lse
+                                                                                    : part->peak[h];
     }
 }
 
@@ -224,8 +227,8 @@ static struct smla_part stored_part(const struct call *call, int64_t unit, int32
                                     int32_t head)
 {
     const int64_t index = unit * call->layout.splits + split;
-    struct smla_part part =
-        smla_part_at(&call->layout, call->parts + (size_t)index * call->layout.part_bytes);
+    struct smla_part part = smla_part_at(&call->layout,
+                                         call->parts + (size_t)index * call->layout.part_bytes);
     part.values += (size_t)head * (size_t)call->layout.shape.value_pitch;
     part.peak += head;
     part.sum += head;
@@ -328,16 +331,15 @@ enum smla_status smla_cpu_attend(const struct smla_attend *work, const struct sm
 
     const int32_t threads = threads_for(work, call.tasks);
     const size_t scratch = (size_t)threads * scratch_bytes(&call.layout);
-    const size_t parts = call.layout.apart ? (size_t)call.tasks * call.layout.part_bytes : 0;
-    const size_t counts = call.layout.apart ? (size_t)call.tasks * sizeof(int64_t) : 0;
+    const size_t parts = call.layout.parts * call.layout.part_bytes;
+    const size_t counts = call.layout.parts * sizeof(int64_t);
     const size_t bytes = scratch + parts + smla_aligned(counts);
     uint8_t *memory = aligned_alloc(SMLA_ALIGNMENT, bytes);
-    SMLA_FAIL_IF(!memory, error, SMLA_ERROR_MEMORY, "attend: no memory for a workspace of %zu bytes",
-                 bytes);
+    SMLA_FAIL_IF(!memory, error, SMLA_ERROR_MEMORY,
+                 "attend: no memory for a workspace of %zu bytes", bytes);
     call.scratch = memory;
     call.parts = memory + scratch;
     call.split_entries = (int64_t *)(call.parts + parts);
-    if (counts) memset(call.split_entries, 0, counts);
 
     smla_pool_run(run_splits, &call, threads);
     if (call.layout.apart) {

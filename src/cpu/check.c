@@ -21,8 +21,7 @@ static void meet(const struct smla_attend *work, int which, const struct smla_ro
                  enum smla_cause cause, struct smla_tally *tally)
 {
     tally->faults[which][smla_checked_array(cause)]++;
-    if (tally->first.cause == SMLA_VALID)
-        smla_fault_at(work, which, row, j, cause, &tally->first);
+    if (tally->first.cause == SMLA_VALID) smla_fault_at(work, which, row, j, cause, &tally->first);
 }
 
 static void check_source(const struct smla_attend *work, int which, const struct smla_row *row,

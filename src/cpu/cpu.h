@@ -9,7 +9,8 @@
 #include "params.h"
 #include "plan.h"
 
-/* The kernels, best first. `runs` asks cpuid and xgetbv once. */
+/* The kernels, best first; a plan's kernel_id is a place in this table. `runs` asks cpuid and
+ * xgetbv once. cpu_avx512bf16 serves bfloat16 queries and does as cpu_avx512 for others. */
 struct smla_cpu_kernel {
     const char *name; /* cpu_avx512bf16, cpu_avx512, cpu_avx2, cpu_plain */
     const char *isa;  /* for people: "AVX2 + FMA + F16C" */
@@ -17,7 +18,8 @@ struct smla_cpu_kernel {
 };
 int32_t smla_cpu_kernels(const struct smla_cpu_kernel **kernels); /* returns how many */
 
-/* Threads that a call may use: SPARSE_MLA_NUM_THREADS, else the CPUs that this process may run on. */
+/* Threads that a call may use: SPARSE_MLA_NUM_THREADS as it is at the first call, else the CPUs
+ * that this process may run on. */
 int32_t smla_cpu_threads(void);
 
 /* Fills in splits, split_entries, head_tile, workspace_bytes for plan->kernel_id. */

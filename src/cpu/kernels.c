@@ -54,9 +54,9 @@ static void ask_cpu(void)
     if (eax >= 1) __get_cpuid_count(7, 1, &leaf7_1, &ebx, &ecx, &edx);
 
     const bool avx2 = fma && all_of(leaf7, bit_AVX2) && all_of(state, XMM_YMM);
-    const bool avx512 =
-        avx2 && all_of(leaf7, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
-        all_of(state, OPMASK_ZMM);
+    const bool avx512 = avx2 &&
+                        all_of(leaf7, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
+                        all_of(state, OPMASK_ZMM);
     kernels[AVX2].runs = avx2;
     kernels[AVX512].runs = avx512;
     kernels[AVX512BF16].runs = avx512 && all_of(leaf7_1, bit_AVX512BF16);
@@ -112,7 +112,6 @@ static double measure(const struct smla_tile_kernel *kernel)
 double smla_cpu_peak(const char *kernel)
 {
     for (int32_t id = 0; id < KERNELS; id++)
-        if (!strcmp(kernel, kernels[id].name))
-            return measure(smla_tile_kernel(id, SMLA_BFLOAT16));
+        if (!strcmp(kernel, kernels[id].name)) return measure(smla_tile_kernel(id, SMLA_BFLOAT16));
     return 0.0;
 }

@@ -4,11 +4,17 @@
 
 #include "cpu.h"
 
+/* Entries of a split, and how many splits, follow from shapes alone: a row's bits depend on them.
+ * Heads of a tile and the workspace also follow from the number of threads: no bit does. */
 enum {
-    ENOUGH_TASKS = 64,      /* rows x head tiles from which on a row's entries are not split */
-    LEAST_SPLIT = 128,      /* entries for which a task of their own pays */
-    INVARIANT_SPLIT = 256,  /* the same with batch_invariant, where many rows pay for it too */
-    INVARIANT_SPLITS = 16,  /* at most */
+    ENOUGH_PARTS = 64,                       /* of all rows, from which on none is split */
+    PART_HEADS = 32,                         /* heads of a part, when they are counted */
+    LEAST_SPLIT = 4 * SMLA_TILE_ENTRIES,     /* entries that are worth a part of their own */
+    INVARIANT_SPLIT = 8 * SMLA_TILE_ENTRIES, /* the same with batch_invariant: many rows pay it */
+    INVARIANT_SPLITS = 16,                   /* at most */
+    LEAST_HEADS = 16,                        /* heads that are worth a gather of their own */
+    TASKS_A_THREAD = 4,                      /* so that threads finish at about the same time */
+    MOST_WORKSPACE = 128 << 20,              /* bytes */
 };
 
 static int64_t ceil_div(int64_t number, int64_t by)
@@ -31,16 +37,28 @@ size_t smla_aligned(size_t bytes)
     return (bytes + SMLA_ALIGNMENT - 1) / SMLA_ALIGNMENT * SMLA_ALIGNMENT;
 }
 
-/* Entries of one split: whole tiles, from shapes alone. With batch_invariant the number of rows
- * has no say; without it, few rows are split until there is work for every core. */
-static int64_t split_entries(const struct smla_attend *work, int64_t entries, int64_t units)
+/* Whole tiles. With batch_invariant the number of rows has no say; without it, few rows are split
+ * until there is work for many cores. */
+static int64_t split_entries(const struct smla_attend *work, int64_t entries)
 {
     if (work->batch_invariant) {
         const int64_t share = ceil_div(entries, INVARIANT_SPLITS);
         return round_up(at_least(share, INVARIANT_SPLIT), SMLA_TILE_ENTRIES);
     }
-    const int64_t splits = ceil_div(ENOUGH_TASKS, at_least(units, 1));
+    const int64_t parts = work->batch * work->s_q * ceil_div(work->heads, PART_HEADS);
+    const int64_t splits = ceil_div(ENOUGH_PARTS, at_least(parts, 1));
     return round_up(at_least(ceil_div(entries, splits), LEAST_SPLIT), SMLA_TILE_ENTRIES);
+}
+
+/* As many heads as leave tasks enough, since every tile of heads gathers the entries anew. */
+static int32_t head_tile(const struct smla_attend *work, int64_t splits)
+{
+    const int64_t tasks = work->batch * work->s_q * splits;
+    int64_t most = SMLA_TILE_HEADS;
+    while (most > LEAST_HEADS &&
+           tasks * ceil_div(work->heads, most) < TASKS_A_THREAD * smla_cpu_threads())
+        most /= 2;
+    return (int32_t)ceil_div(work->heads, ceil_div(work->heads, most));
 }
 
 void smla_cpu_split(const struct smla_attend *work, struct smla_plan *plan)
@@ -48,22 +66,19 @@ void smla_cpu_split(const struct smla_attend *work, struct smla_plan *plan)
     int64_t entries = 0;
     for (int which = 0; which < work->sources; which++)
         entries = at_least(entries, work->source[which].topk);
-    const int64_t tiles = ceil_div(work->heads, SMLA_TILE_HEADS);
-    const int64_t units = work->batch * work->s_q * tiles;
-
-    plan->head_tile = (int32_t)ceil_div(work->heads, tiles);
-    plan->split_entries = split_entries(work, entries, units);
+    plan->split_entries = split_entries(work, entries);
     plan->splits = (int32_t)at_least(ceil_div(entries, plan->split_entries), 1);
+    plan->head_tile = head_tile(work, plan->splits);
     plan->launches = 0;
 
     struct smla_cpu_layout layout;
     smla_cpu_lay_out(work, plan, &layout);
-    plan->workspace_bytes =
-        layout.apart ? units * plan->splits * (int64_t)layout.part_bytes : 0;
+    plan->workspace_bytes = (int64_t)(layout.parts * layout.part_bytes);
 }
 
-/* Numbers from a row of `depth` numbers to the next, of which `line` fill a cache line: an odd number
- * of lines, so that the rows of a tile do not fall into the same sets of the first-level cache. */
+/* Numbers from a row of `depth` numbers to the next, of which `line` fill a cache line: an odd
+ * number of lines, so that the rows of a tile do not fall into the same sets of the first-level
+ * cache. */
 static int32_t pitch_of(int32_t depth, int32_t line)
 {
     return (int32_t)(ceil_div(depth, line) | 1) * line;
@@ -92,7 +107,7 @@ static int32_t padded_heads(const struct smla_cpu_layout *layout)
 }
 
 void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *plan,
-                  struct smla_cpu_layout *layout)
+                      struct smla_cpu_layout *layout)
 {
     memset(layout, 0, sizeof *layout);
     set_shape(work, smla_tile_kernel(plan->kernel_id, (enum smla_dtype)work->q_dtype),
@@ -102,8 +117,6 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
     layout->tiles = (int32_t)ceil_div(work->heads, plan->head_tile);
     layout->splits = plan->splits;
     layout->split_entries = plan->split_entries;
-    layout->apart = plan->splits > 1 && layout->rows * layout->tiles < ENOUGH_TASKS;
-
     const size_t heads = (size_t)plan->head_tile;
     const size_t pitch = (size_t)layout->shape.pitch * sizeof(float);
     const size_t pair_pitch = (size_t)layout->shape.pair_pitch * sizeof(uint16_t);
@@ -112,8 +125,14 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
     layout->keys_bytes = smla_aligned(SMLA_TILE_ENTRIES * pitch);
     layout->pairs_bytes = smla_aligned(SMLA_TILE_ENTRIES * pair_pitch);
     layout->scores_bytes = smla_aligned(heads * SMLA_TILE_ENTRIES * sizeof(float));
-    layout->part_bytes =
-        smla_aligned(heads * value_pitch + 2 * (size_t)padded_heads(layout) * sizeof(float));
+    layout->part_bytes = smla_aligned(heads * value_pitch +
+                                      2 * (size_t)padded_heads(layout) * sizeof(float));
+
+    const size_t units = (size_t)layout->rows * (size_t)layout->tiles;
+    const size_t parts = units * (size_t)plan->splits;
+    layout->apart = plan->splits > 1 && units < TASKS_A_THREAD * (size_t)smla_cpu_threads() &&
+                    parts * layout->part_bytes <= MOST_WORKSPACE;
+    layout->parts = layout->apart ? parts : 0;
 }
 
 struct smla_part smla_part_at(const struct smla_cpu_layout *layout, uint8_t *memory)

@@ -9,18 +9,19 @@
 #include "tile.h"
 
 struct smla_cpu_layout {
-    struct smla_tile shape;     /* what every tile of the call has in common; no memory */
-    int64_t rows;               /* of q */
-    int32_t tiles;              /* of heads */
-    int32_t head_tile;          /* heads of a tile, the last one may have fewer */
-    int32_t splits;             /* of a row's entries */
-    bool apart;                 /* splits are tasks of their own, whose results wait in a workspace */
+    struct smla_tile shape; /* what every tile of the call has in common; no memory */
+    int64_t rows;           /* of q */
+    int32_t tiles;          /* of heads */
+    int32_t head_tile;      /* heads of a tile, the last one may have fewer */
+    int32_t splits;         /* of a row's entries */
+    bool apart;             /* splits are tasks of their own, whose results wait in a workspace */
     int64_t split_entries;
-    size_t query_bytes;         /* buffers of a thread, multiples of SMLA_ALIGNMENT */
+    size_t parts;       /* in the workspace: of rows, head tiles and splits; 0: none */
+    size_t query_bytes; /* buffers of a thread, multiples of SMLA_ALIGNMENT */
     size_t keys_bytes;
     size_t pairs_bytes;
     size_t scores_bytes;
-    size_t part_bytes;          /* of one struct smla_part's arrays */
+    size_t part_bytes; /* of one struct smla_part's arrays */
 };
 
 enum { SMLA_ALIGNMENT = 64 };
@@ -28,7 +29,7 @@ enum { SMLA_ALIGNMENT = 64 };
 size_t smla_aligned(size_t bytes);
 
 void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *plan,
-                  struct smla_cpu_layout *layout);
+                      struct smla_cpu_layout *layout);
 
 /* The arrays of a part in `memory`, which begins at a multiple of SMLA_ALIGNMENT. */
 struct smla_part smla_part_at(const struct smla_cpu_layout *layout, uint8_t *memory);

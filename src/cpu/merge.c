@@ -68,8 +68,7 @@ static double weigh(const struct smla_merge *work, struct place place, float *we
     double largest = -INFINITY, sum = 0.0;
     for (int32_t i = 0; i < work->parts; i++)
         if (lse_of(work, i, place) > largest) largest = lse_of(work, i, place);
-    for (int32_t i = 0; i < work->parts; i++)
-        sum += weight_of(lse_of(work, i, place), largest);
+    for (int32_t i = 0; i < work->parts; i++) sum += weight_of(lse_of(work, i, place), largest);
     if (sum == 0.0) return -INFINITY;
     const double lse = largest + log(sum);
     double factor = 1.0 / sum;

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "pool.h"
 
+#include <fenv.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -78,6 +79,17 @@ static void grow(int32_t threads)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+/* The caller may have set its thread to flush subnormal numbers, as torch.set_flush_denormal does,
+ * or to round otherwise: its share of the work must be the same as another thread's. */
+static void run_share(void (*body)(void *context), void *context)
+{
+    fenv_t callers;
+    fegetenv(&callers);
+    fesetenv(FE_DFL_ENV);
+    body(context);
+    fesetenv(&callers);
+}
+
 void smla_pool_run(void (*body)(void *context), void *context, int32_t threads)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -99,7 +111,7 @@ void smla_pool_run(void (*body)(void *context), void *context, int32_t threads)
         }
         pthread_mutex_unlock(&pool.lock);
     }
-    body(context);
+    run_share(body, context);
     if (ours) {
         pthread_mutex_lock(&pool.lock);
         pool.wanted = 0;

@@ -82,8 +82,9 @@ static inline __m512bh load_pairs(const uint16_t *numbers)
 
 INLINE void clear_sums(vec sum[][SCORE_KEYS], const int32_t heads)
 {
-    UNROLL for (int32_t h = 0; h < heads; h++)
-        UNROLL for (int32_t j = 0; j < SCORE_KEYS; j++) sum[h][j] = vec_zero();
+    UNROLL (h, heads) {
+        UNROLL (j, SCORE_KEYS) sum[h][j] = vec_zero();
+    }
 }
 
 /* Adds the products of numbers [first, end). */
@@ -94,11 +95,10 @@ INLINE void multiply_pairs(const struct smla_tile *tile, int32_t head, int32_t e
     const uint16_t *query = query_of(tile, head), *key = pairs_of(tile, entry);
     for (int32_t d = first; d < end; d += WIDE) {
         __m512bh k[SCORE_KEYS];
-        UNROLL for (int32_t j = 0; j < SCORE_KEYS; j++) k[j] = load_pairs(key + j * pitch + d);
-        UNROLL for (int32_t h = 0; h < heads; h++) {
+        UNROLL (j, SCORE_KEYS) k[j] = load_pairs(key + j * pitch + d);
+        UNROLL (h, heads) {
             const __m512bh q = load_pairs(query + h * pitch + d);
-            UNROLL for (int32_t j = 0; j < SCORE_KEYS; j++)
-                sum[h][j] = _mm512_dpbf16_ps(sum[h][j], q, k[j]);
+            UNROLL (j, SCORE_KEYS) sum[h][j] = _mm512_dpbf16_ps(sum[h][j], q, k[j]);
         }
     }
 }
@@ -106,7 +106,7 @@ INLINE void multiply_pairs(const struct smla_tile *tile, int32_t head, int32_t e
 INLINE void store_sums(const struct smla_tile *tile, int32_t head, int32_t entry,
                        vec sum[][SCORE_KEYS], const int32_t heads)
 {
-    UNROLL for (int32_t h = 0; h < heads; h++)
+    UNROLL (h, heads)
         vec_sum4(sum[h][0], sum[h][1], sum[h][2], sum[h][3],
                  tile->scores + (head + h) * SMLA_TILE_ENTRIES + entry);
 }
@@ -129,10 +129,9 @@ INLINE void packed_block(const struct smla_tile *tile, int32_t head, int32_t ent
         const int32_t end = group_end(tile, group);
         clear_sums(part, heads);
         multiply_pairs(tile, head, entry, first, end, part, heads);
-        UNROLL for (int32_t j = 0; j < SCORE_KEYS; j++) {
+        UNROLL (j, SCORE_KEYS) {
             const vec scale = vec_set(tile->scales[group][entry + j]);
-            UNROLL for (int32_t h = 0; h < heads; h++)
-                sum[h][j] = vec_fma(part[h][j], scale, sum[h][j]);
+            UNROLL (h, heads) sum[h][j] = vec_fma(part[h][j], scale, sum[h][j]);
         }
         first = end;
     }

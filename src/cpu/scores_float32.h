@@ -26,18 +26,18 @@ INLINE void score_block(const struct smla_tile *tile, int32_t head, int32_t entr
     const float *query = (const float *)tile->query + head * pitch;
     const float *key = tile->keys + entry * pitch;
     vec sum[SCORE_HEADS][SCORE_KEYS];
-    UNROLL for (int32_t h = 0; h < heads; h++)
-        UNROLL for (int32_t j = 0; j < SCORE_KEYS; j++) sum[h][j] = vec_zero();
+    UNROLL (h, heads) {
+        UNROLL (j, SCORE_KEYS) sum[h][j] = vec_zero();
+    }
     for (int32_t d = 0; d < tile->depth; d += LANES) {
         vec k[SCORE_KEYS];
-        UNROLL for (int32_t j = 0; j < SCORE_KEYS; j++) k[j] = vec_load(key + j * pitch + d);
-        UNROLL for (int32_t h = 0; h < heads; h++) {
+        UNROLL (j, SCORE_KEYS) k[j] = vec_load(key + j * pitch + d);
+        UNROLL (h, heads) {
             const vec q = vec_load(query + h * pitch + d);
-            UNROLL for (int32_t j = 0; j < SCORE_KEYS; j++)
-                sum[h][j] = vec_fma(q, k[j], sum[h][j]);
+            UNROLL (j, SCORE_KEYS) sum[h][j] = vec_fma(q, k[j], sum[h][j]);
         }
     }
-    UNROLL for (int32_t h = 0; h < heads; h++)
+    UNROLL (h, heads)
         vec_sum4(sum[h][0], sum[h][1], sum[h][2], sum[h][3],
                  tile->scores + (head + h) * SMLA_TILE_ENTRIES + entry);
 }

@@ -55,8 +55,8 @@ static inline vec vec_abs(vec a)
 static inline vec vec_sign(vec a, vec b)
 {
     const __m512i sign = _mm512_set1_epi32(INT32_MIN);
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(sign, _mm512_castps_si512(b),
-                                                         _mm512_castps_si512(a), 0xCA));
+    return _mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(sign, _mm512_castps_si512(b), _mm512_castps_si512(a), 0xCA));
 }
 
 /* a where x < y, elsewhere b. */
@@ -72,8 +72,7 @@ static inline void vec_sum4(vec a, vec b, vec c, vec d, float *sums)
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44),
                                      _mm512_shuffle_ps(ab, cd, 0xEE));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all),
-                                      _mm512_extractf32x8_ps(all, 1));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 

@@ -21,7 +21,7 @@ static inline int32_t round_up(int32_t number, int32_t multiple)
     return (number + multiple - 1) / multiple * multiple;
 }
 
-/* exp(x) for x <= 0 to within 1 unit in the last place; 0 where it would be subnormal. */
+/* exp(x) for x <= 0 to within 1 unit in the last place; 0 from -88 on, where it is subnormal. */
 static inline vec vec_exp(vec x)
 {
     const vec round = vec_set(0x1.8p23f); /* adding it leaves an integer in the low bits */
@@ -71,8 +71,7 @@ static inline float finish_scores(const struct smla_tile *tile, float *scores, i
     for (int32_t j = count; j < vectors; j++) scores[j] = -INFINITY;
 
     vec largest = vec_set(-INFINITY);
-    for (int32_t j = 0; j < vectors; j += LANES)
-        largest = vec_max(vec_load(scores + j), largest);
+    for (int32_t j = 0; j < vectors; j += LANES) largest = vec_max(vec_load(scores + j), largest);
     return vec_largest(largest);
 }
 
@@ -108,8 +107,7 @@ static void fold(const struct smla_tile *tile, struct smla_part *total,
                  const struct smla_part *part, int32_t heads)
 {
     for (int32_t h = 0; h < heads; h++) {
-        const float peak =
-            part->peak[h] > total->peak[h] ? part->peak[h] : total->peak[h];
+        const float peak = part->peak[h] > total->peak[h] ? part->peak[h] : total->peak[h];
         const float base = peak == -INFINITY ? 0.0f : peak;
         float factors[LANES] = {total->peak[h] - base, part->peak[h] - base};
         vec_store(factors, vec_exp(vec_load(factors)));
@@ -117,8 +115,8 @@ static void fold(const struct smla_tile *tile, struct smla_part *total,
         float *values = total->values + (ptrdiff_t)h * tile->value_pitch;
         const float *others = part->values + (ptrdiff_t)h * tile->value_pitch;
         for (int32_t d = 0; d < tile->value_depth; d += LANES)
-            vec_store(values + d, vec_fma(vec_load(values + d), ours,
-                                          vec_mul(vec_load(others + d), theirs)));
+            vec_store(values + d,
+                      vec_fma(vec_load(values + d), ours, vec_mul(vec_load(others + d), theirs)));
         total->sum[h] = total->sum[h] * factors[0] + part->sum[h] * factors[1];
         total->peak[h] = peak;
     }
@@ -149,10 +147,10 @@ static void store(const float *numbers, float factor, int32_t width, enum smla_d
         int32_t d = 0;
 #if defined(__F16C__)
         for (; d + 8 <= width; d += 8)
-            _mm_storeu_si128((__m128i *)(to + d),
-                             _mm256_cvtps_ph(_mm256_mul_ps(_mm256_loadu_ps(numbers + d),
-                                                           _mm256_set1_ps(factor)),
-                                             _MM_FROUND_TO_NEAREST_INT));
+            _mm_storeu_si128(
+                (__m128i *)(to + d),
+                _mm256_cvtps_ph(_mm256_mul_ps(_mm256_loadu_ps(numbers + d), _mm256_set1_ps(factor)),
+                                _MM_FROUND_TO_NEAREST_INT));
 #endif
         for (; d < width; d++) to[d] = smla_to_half(numbers[d] * factor);
     }

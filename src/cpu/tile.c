@@ -7,7 +7,7 @@
  * again for the next one stays in the first-level cache. */
 #include "softmax.h"
 
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL(i, count) _Pragma("GCC unroll 8") for (int32_t i = 0; i < (count); i++)
 #define INLINE static inline __attribute__((always_inline))
 
 /* How many of `left` rows the next block takes, of at most `most`: two middling blocks rather than
@@ -18,7 +18,8 @@ static inline int32_t block_size(int32_t left, int32_t most)
     return left > most ? (left + 1) / 2 : left;
 }
 
-/* -------------------------------------------------------------------------- cache row -> float32 */
+/* -------------------------------------------------------------------------- cache row -> float32
+ */
 
 typedef vec reader(const uint8_t *bytes);
 
@@ -68,14 +69,13 @@ static float group_scale(const struct smla_tile *tile, const uint8_t *row, int32
 
 /* One group of e4m3 numbers times its scale, each product rounded once. NaN, and scales that 2^8
  * times would be infinite, are rare: they are done one by one. */
-static void convert_group(const uint8_t *from, int32_t width, float scale, float *to)
+static void convert_group(const uint8_t *from, int32_t width, float scale, bool any_nan, float *to)
 {
     const float factor = scale * 256.0f;
-    if (isfinite(factor) && !any_nan_e4m3(from, width)) {
+    if (isfinite(factor) && !any_nan)
         convert(vec_from_e4m3, 1, from, width, factor, true, to);
-        return;
-    }
-    for (int32_t d = 0; d < width; d++) to[d] = smla_from_e4m3(from[d]) * scale;
+    else
+        for (int32_t d = 0; d < width; d++) to[d] = smla_from_e4m3(from[d]) * scale;
 }
 
 /* The first `width` numbers of a cache row, or some more. */
@@ -86,9 +86,10 @@ static void convert_row(const struct smla_tile *tile, const uint8_t *row, int32_
         convert_dense(tile->dtype, row, width, key);
         return;
     }
+    const bool any_nan = any_nan_e4m3(row, format->quantised);
     for (int32_t group = 0; group * format->group < format->quantised; group++) {
         const int32_t d = group * format->group;
-        convert_group(row + d, format->group, group_scale(tile, row, group), key + d);
+        convert_group(row + d, format->group, group_scale(tile, row, group), any_nan, key + d);
     }
     if (width > format->quantised)
         convert_dense(SMLA_BFLOAT16, row + format->rope_offset, format->rope,
@@ -106,7 +107,7 @@ static void convert_row(const struct smla_tile *tile, const uint8_t *row, int32_
 /* -------------------------------------------------------------------------- gather */
 
 /* Rows ahead that are asked for while one is read: enough to hide memory's latency. */
-enum { AHEAD = 4 };
+enum { AHEAD = 2 };
 
 /* Rows that fill the last block of scores up are zero: they are multiplied, too. */
 static void gather(struct smla_tile *tile, const uint8_t *const *rows, int32_t count, int32_t known)
@@ -128,21 +129,21 @@ INLINE void value_block(const struct smla_tile *tile, const struct smla_part *pa
     const float *value = tile->keys + first;
     const float *weights = tile->scores + head * SMLA_TILE_ENTRIES;
     vec sum[VALUE_HEADS][VALUE_SPAN];
-    UNROLL for (int32_t h = 0; h < heads; h++)
-        UNROLL for (int32_t i = 0; i < span; i++) sum[h][i] = vec_zero();
+    UNROLL (h, heads) {
+        UNROLL (i, span) sum[h][i] = vec_zero();
+    }
     for (int32_t j = 0; j < count; j++, value += tile->pitch) {
         vec v[VALUE_SPAN];
-        UNROLL for (int32_t i = 0; i < span; i++) v[i] = vec_load(value + i * LANES);
-        UNROLL for (int32_t h = 0; h < heads; h++) {
+        UNROLL (i, span) v[i] = vec_load(value + i * LANES);
+        UNROLL (h, heads) {
             const vec weight = vec_set(weights[h * SMLA_TILE_ENTRIES + j]);
-            UNROLL for (int32_t i = 0; i < span; i++)
-                sum[h][i] = vec_fma(weight, v[i], sum[h][i]);
+            UNROLL (i, span) sum[h][i] = vec_fma(weight, v[i], sum[h][i]);
         }
     }
-    UNROLL for (int32_t h = 0; h < heads; h++) {
+    UNROLL (h, heads) {
         float *values = part->values + (ptrdiff_t)(head + h) * tile->value_pitch + first;
         const vec decay = vec_set(tile->decay[head + h]);
-        UNROLL for (int32_t i = 0; i < span; i++) {
+        UNROLL (i, span) {
             vec total = sum[h][i];
             if (part->entries) total = vec_fma(vec_load(values + i * LANES), decay, total);
             vec_store(values + i * LANES, total);

@@ -10,8 +10,8 @@
 #include "params.h"
 
 enum {
-    SMLA_TILE_HEADS = 32,   /* heads that share a gather, at most */
-    SMLA_TILE_ENTRIES = 64, /* entries of a tile, at most; a multiple of every vector */
+    SMLA_TILE_HEADS = 128,  /* heads that share a gather, at most */
+    SMLA_TILE_ENTRIES = 32, /* entries of a tile, at most: a multiple of every vector */
     SMLA_TILE_GROUPS = 16,  /* groups of a packed row that have a scale of their own, at most */
 };
 
@@ -28,23 +28,24 @@ struct smla_tile {
     int32_t heads; /* of this task */
     int32_t d_qk;
     int32_t d_v;
-    int32_t depth;       /* d_qk up to whole vectors; the rest of a row is zero */
-    int32_t value_depth; /* d_v up to whole vectors, inside depth */
-    int32_t pitch;       /* float32 from one key (and query) to the next */
-    int32_t pair_pitch;  /* the same of bfloat16 queries and keys */
-    int32_t value_pitch; /* float32 from one head's value sums to the next */
-    int32_t row_bytes;   /* of a cache row */
+    int32_t depth;         /* d_qk up to whole vectors; the rest of a row is zero */
+    int32_t value_depth;   /* d_v up to whole vectors, inside depth */
+    int32_t pitch;         /* float32 from one key (and query) to the next */
+    int32_t pair_pitch;    /* the same of bfloat16 queries and keys */
+    int32_t value_pitch;   /* float32 from one head's value sums to the next */
+    int32_t row_bytes;     /* of a cache row */
     enum smla_dtype dtype; /* of q and of a dense cache */
     float softmax_scale;
     float logit_cap; /* 0: none */
     float tensor_scale;
     const struct smla_format_info *format;
-    void *query;     /* (heads, pitch) float32, or (heads, pair_pitch) bfloat16 */
-    float *keys;     /* (SMLA_TILE_ENTRIES, pitch): the keys, or at least their values */
-    uint16_t *pairs; /* (SMLA_TILE_ENTRIES, pair_pitch): the keys in bfloat16, without their scales */
-    float *scores;   /* (heads, SMLA_TILE_ENTRIES), then the weights exp(score - base) */
-    float base[SMLA_TILE_HEADS];  /* what is subtracted from a head's scores */
-    float decay[SMLA_TILE_HEADS]; /* what the sums so far are multiplied by */
+    void *query; /* (heads, pitch) float32, or (heads, pair_pitch) bfloat16 */
+    float *keys; /* (SMLA_TILE_ENTRIES, pitch): the keys, or at least their values */
+    uint16_t
+        *pairs;    /* (SMLA_TILE_ENTRIES, pair_pitch): the keys in bfloat16, without their scales */
+    float *scores; /* (heads, SMLA_TILE_ENTRIES), then the weights exp(score - base) */
+    float base[SMLA_TILE_HEADS];                       /* what is subtracted from a head's scores */
+    float decay[SMLA_TILE_HEADS];                      /* what the sums so far are multiplied by */
     float scales[SMLA_TILE_GROUPS][SMLA_TILE_ENTRIES]; /* of the rows in `pairs` */
 };
 
