@@ -62,6 +62,9 @@ struct smla_attend_args {
 enum smla_status smla_problem_attend(const struct smla_attend_args *args, struct smla_attend *work,
                                      struct smla_error *error);
 
+/* The checks alone of the shapes that plan() gets: heads, widths, formats. */
+enum smla_status smla_problem_plan(const struct smla_attend *work, struct smla_error *error);
+
 /* q's leading shape + (heads,) and, where `last` is not 0, + (last,). Returns the dimensions. */
 int32_t smla_output_shape(const struct smla_tensor *q, int32_t heads, int64_t last,
                           int64_t shape[static SMLA_MAX_NDIM]);
@@ -69,10 +72,11 @@ int32_t smla_output_shape(const struct smla_tensor *q, int32_t heads, int64_t la
 /* Makes `tensor`, whose shape has been checked, an output of (batch, s_q, heads[, …]). */
 void smla_set_output(struct smla_output *output, const struct smla_tensor *tensor, bool has_last);
 
-/* The checks alone of the arrays that say which entries count: for check(), without a query.
- * `rows` is the shape of indices less its last dimension, or that of query_positions. */
+/* The checks alone of the arrays that say which entries count: for check(), without a query. The
+ * rows have the shape of indices less its last dimension, or that of query_positions, request_ids
+ * or seq_lens; *row_ndim is how many dimensions that is. */
 enum smla_status smla_problem_check(const struct smla_attend_args *args, struct smla_attend *work,
-                                    struct smla_error *error);
+                                    int32_t *row_ndim, struct smla_error *error);
 
 struct smla_append_args {
     struct smla_tensor kv_cache;
