@@ -41,16 +41,18 @@ struct piece {
     int split;
 };
 
-__device__ piece piece_of_block(const smla_gpu_attend &launch, int64_t block, int head_tile)
+__device__ piece piece_of_block(const smla_gpu_attend &launch, unsigned block, int head_tile)
 {
     const smla_attend &work = launch.work;
     piece piece;
-    piece.split = (int)(block % launch.splits);
-    block /= launch.splits;
-    piece.head = (int)(block % launch.head_tiles) * head_tile;
-    piece.row = block / launch.head_tiles;
-    piece.batch = piece.row / work.s_q;
-    piece.query = piece.row % work.s_q;
+    const unsigned splits = launch.splits, head_tiles = launch.head_tiles;
+    const unsigned s_q = (unsigned)work.s_q; /* no more than rows, and these than blocks */
+    const unsigned row = block / splits / head_tiles;
+    piece.split = (int)(block % splits);
+    piece.head = (int)(block / splits % head_tiles) * head_tile;
+    piece.row = row;
+    piece.batch = row / s_q;
+    piece.query = row % s_q;
     int64_t entries = work.source[0].topk + (work.sources == 2 ? work.source[1].topk : 0);
     piece.begin = piece.split * launch.split_entries;
     piece.end = piece.split + 1 == launch.splits ? entries : piece.begin + launch.split_entries;

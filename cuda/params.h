@@ -241,6 +241,17 @@ struct smla_gpu_resolve {
     int32_t reserved;
 };
 
+/* Reading rows of a cache and nothing else, on a GPU. Slots that are not there are left out. */
+struct smla_gpu_gather {
+    const uint8_t *cache;   /* (slots, 16 * pieces) bytes */
+    const int32_t *indices; /* (rows) slots */
+    uint32_t *sums;         /* of each block: the exclusive or of the words that it has read */
+    uint32_t slots;         /* at most 2^31 */
+    uint32_t rows;          /* less than 2^31 */
+    uint32_t pieces;        /* of 16 bytes in a row */
+    uint32_t reserved;
+};
+
 /* One launch of attend on a GPU: the work and how it is cut. Block x takes split x % splits of
  * head tile x / splits % head_tiles of row x / splits / head_tiles. With more than one split the
  * parts go to the workspace, which a second launch merges. */

@@ -3,13 +3,16 @@
 #ifndef SMLA_DOCS_H
 #define SMLA_DOCS_H
 
-#define SMLA_DOC_ATTEND                                                                            \
-    "attend(q, kv_cache, indices, *, softmax_scale, cache_format=None, head_dim_v=None, "          \
+#define SMLA_ATTEND_SIGNATURE                                                                      \
+    "(q, kv_cache, indices, *, softmax_scale, cache_format=None, head_dim_v=None, "                \
     "block_table=None, request_ids=None, seq_lens=None, query_positions=None, shard=None, "        \
     "max_seq_len=None, topk_lens=None, attn_sink=None, logit_cap=0.0, cache_scale=None, "          \
     "extra_kv_cache=None, extra_indices=None, extra_topk_lens=None, extra_cache_format=None, "     \
     "extra_cache_scale=None, extra_block_table=None, extra_seq_lens=None, out=None, lse=None, "    \
-    "max_logits=None, validate='deferred', batch_invariant=False, stream=None)\n--\n\n"            \
+    "max_logits=None, validate='deferred', batch_invariant=False, stream=None)\n--\n\n"
+
+#define SMLA_DOC_ATTEND                                                                            \
+    "attend" SMLA_ATTEND_SIGNATURE                                                                 \
     "Sparse attention of absorbed queries over a paged latent cache, gathered and attended in "    \
     "one step.\n\n"                                                                                \
     "For query row t and head h, over the entries j of indices[t] that are valid::\n\n"            \
@@ -75,7 +78,14 @@
     "batch_invariant : bool\n"                                                                     \
     "    A row's bits do not depend on the other rows of the call.\n"                              \
     "stream : int or object with __cuda_stream__\n"                                                \
-    "    Launch stream of CUDA tensors; None: the framework's current one.\n\n"                    \
+    "    Launch stream of CUDA tensors (a cudaStream_t; 0 and 1: legacy). None: the one on which " \
+    "q's\n"                                                                                        \
+    "    framework works now; where another argument's framework works on another stream, each\n"  \
+    "    waits for the other. With a stream given, the caller orders it after the work that "      \
+    "fills\n"                                                                                      \
+    "    the arguments, and keeps arguments and results until the launch is done; new outputs "    \
+    "and\n"                                                                                        \
+    "    the workspace take care of themselves. A call with JAX arrays waits for the GPU.\n\n"     \
     "Returns\n"                                                                                    \
     "-------\n"                                                                                    \
     "(out, lse)\n\n"                                                                               \
@@ -87,6 +97,10 @@
     "    An index array or block table names what is not there.\n"                                 \
     "UnsupportedError, CudaError\n"                                                                \
     "    This build or GPU cannot; the driver reported an error."
+
+#define SMLA_DOC_ATTEND_FOR_FLASH_MLA                                                              \
+    "attend_for_flash_mla" SMLA_ATTEND_SIGNATURE                                                   \
+    "attend, but for the lse of a row without valid entries: +inf, as FlashMLA has it."
 
 #define SMLA_DOC_MERGE                                                                             \
     "merge(outs, lses, *, attn_sink=None, out=None, lse=None)\n--\n\n"                             \
@@ -248,6 +262,12 @@
     "cpu_peak(kernel)\n--\n\n"                                                                     \
     "Multiply-adds a second that one thread reaches with the instructions of a CPU kernel on "     \
     "registers alone: the ceiling that bench compares with."
+
+#define SMLA_DOC_GATHER                                                                            \
+    "gather(kv_cache, indices, out, *, stream=None)\n--\n\n"                                       \
+    "Reads the rows of a GPU's kv_cache (its last dimension) that int32 indices name and does "    \
+    "nothing else: the floor that bench compares with. Each block writes the exclusive or of the " \
+    "words that it has read to its number of out, int32; there are at most so many blocks."
 
 #define SMLA_DOC_INDEX_FAULT                                                                       \
     "An index array or block table names what is not there.\n\n"                                   \

@@ -1,9 +1,9 @@
 /* Python objects <-> struct smla_tensor, without a copy: see exchange.h.
  *
  * An object is read by the fastest way that its type has, in this order: DLPack's C exchange API
- * (PyTorch), NumPy's C API, __dlpack__ with a version, __dlpack__ without. No framework is ever
- * imported: a type can only be PyTorch's where PyTorch has been loaded. What was found out about a
- * type is kept, see struct kind.
+ * (PyTorch), NumPy's C API, CuPy's attributes, __dlpack__ with a version, __dlpack__ without. No
+ * framework is ever imported: a type can only be PyTorch's where PyTorch has been loaded. What was
+ * found out about a type is kept, see struct kind.
  *
  * Sections: names, types, layout, the ways in, new tensors, streams. */
 #include "exchange.h"
@@ -11,6 +11,7 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
@@ -18,7 +19,6 @@
 
 #include "dlpack.h"
 #include "error.h"
-#include "gpu/gpu.h"
 
 _Static_assert(sizeof(npy_intp) == sizeof(int64_t), "exchange.c: NumPy's shapes are 64-bit");
 
@@ -28,13 +28,35 @@ static struct {
     /* Attributes and methods of tensors, interned. */
     PyObject *dlpack, *dlpack_device, *exchange_api, *cuda_stream;
     PyObject *requires_grad, *is_conj, *name;
+    PyObject *data, *ptr, *device_id, *shape, *strides, *dtype;
     /* What __dlpack__ is called with: (), {}, {"stream": -1}, {"max_version": (1, 3)}, both. */
     PyObject *no_arguments;
     PyObject *plain, *plain_no_sync;
     PyObject *versioned, *versioned_no_sync;
     /* PyTorch's functions, from the first torch.Tensor on. */
     PyObject *is_grad_enabled, *is_neg;
+    PyObject *hooks; /* the module _frameworks.py, from the first hook on */
 } cached;
+
+/* Guards what is found out once: `cached` and the table of types. */
+#ifdef Py_GIL_DISABLED
+static PyMutex mutex;
+#define LOCK() PyMutex_Lock(&mutex)
+#define UNLOCK() PyMutex_Unlock(&mutex)
+#else
+#define LOCK() ((void)0)
+#define UNLOCK() ((void)0)
+#endif
+
+/* Fills a slot of `cached` once; later values are dropped. Steals `value`. */
+static void keep_object(PyObject **slot, PyObject *value)
+{
+    LOCK();
+    bool first = *slot == NULL;
+    if (first) *slot = value;
+    UNLOCK();
+    if (!first) Py_DECREF(value);
+}
 
 static int intern(PyObject **name, const char *text)
 {
@@ -50,7 +72,10 @@ int smla_exchange_init(void)
         intern(&cached.exchange_api, "__dlpack_c_exchange_api__") ||
         intern(&cached.cuda_stream, "__cuda_stream__") ||
         intern(&cached.requires_grad, "requires_grad") || intern(&cached.is_conj, "is_conj") ||
-        intern(&cached.name, "name"))
+        intern(&cached.name, "name") || intern(&cached.data, "data") ||
+        intern(&cached.ptr, "ptr") || intern(&cached.device_id, "device_id") ||
+        intern(&cached.shape, "shape") || intern(&cached.strides, "strides") ||
+        intern(&cached.dtype, "dtype"))
         return -1;
     cached.no_arguments = PyTuple_New(0);
     cached.plain = PyDict_New();
@@ -72,11 +97,13 @@ static PyObject *call_hook(const char *function, const char *format, ...)
     va_start(values, format);
     PyObject *arguments = Py_VaBuildValue(format, values);
     va_end(values);
-    PyObject *hooks = arguments ? PyImport_ImportModule("sparse_mla._frameworks") : NULL;
-    if (hooks) hook = PyObject_GetAttrString(hooks, function);
+    if (arguments && !cached.hooks) {
+        PyObject *hooks = PyImport_ImportModule("sparse_mla._frameworks");
+        if (hooks) keep_object(&cached.hooks, hooks);
+    }
+    if (arguments && cached.hooks) hook = PyObject_GetAttrString(cached.hooks, function);
     if (hook) result = PyObject_CallObject(hook, arguments);
     Py_XDECREF(hook);
-    Py_XDECREF(hooks);
     Py_XDECREF(arguments);
     return result;
 }
@@ -116,7 +143,7 @@ static PyObject *type_name(PyObject *object)
 
 enum framework { UNKNOWN, PYTORCH, NUMPY, CUPY, JAX };
 
-enum way { BY_DLPACK, BY_EXCHANGE_API, BY_NUMPY };
+enum way { BY_DLPACK, BY_EXCHANGE_API, BY_NUMPY, BY_CUPY };
 
 /* Which call of __dlpack__ a type understands: found out by the first one. */
 enum form { UNTRIED, VERSIONED, PLAIN };
@@ -137,31 +164,22 @@ enum { KINDS = 16 };
 static struct kind kinds[KINDS];
 static int kinds_used, kinds_next;
 
-#ifdef Py_GIL_DISABLED
-static PyMutex kinds_mutex;
-#define LOCK_KINDS() PyMutex_Lock(&kinds_mutex)
-#define UNLOCK_KINDS() PyMutex_Unlock(&kinds_mutex)
-#else
-#define LOCK_KINDS() ((void)0)
-#define UNLOCK_KINDS() ((void)0)
-#endif
-
 static bool find_kind(PyTypeObject *type, struct kind *kind)
 {
     bool found = false;
-    LOCK_KINDS();
+    LOCK();
     for (int i = 0; i < kinds_used && !found; i++) {
         found = kinds[i].type == type;
         if (found) *kind = kinds[i];
     }
-    UNLOCK_KINDS();
+    UNLOCK();
     return found;
 }
 
 static void keep_kind(const struct kind *kind)
 {
     PyTypeObject *gone = NULL;
-    LOCK_KINDS();
+    LOCK();
     int i = 0;
     while (i < kinds_used && kinds[i].type != kind->type) i++;
     if (i == KINDS) {
@@ -174,18 +192,8 @@ static void keep_kind(const struct kind *kind)
         Py_INCREF((PyObject *)kind->type);
     }
     kinds[i] = *kind;
-    UNLOCK_KINDS();
+    UNLOCK();
     Py_XDECREF((PyObject *)gone);
-}
-
-/* Fills a slot of `cached` once; later values are dropped. Steals `value`. */
-static void keep_object(PyObject **slot, PyObject *value)
-{
-    LOCK_KINDS();
-    bool first = *slot == NULL;
-    if (first) *slot = value;
-    UNLOCK_KINDS();
-    if (!first) Py_DECREF(value);
 }
 
 /* The attribute of a module that has been loaded already. Returns 1 and a new reference; 0 where
@@ -297,6 +305,23 @@ static int classify_numpy(struct kind *kind, const char *name)
     return PyArray_ImportNumPyAPI();
 }
 
+/* CuPy's arrays say in their attributes what a capsule would, for less than half its price; those
+ * of a subclass, and of AMD's GPUs, go by __dlpack__. */
+static int classify_cupy(struct kind *kind)
+{
+    PyObject *is_hip;
+    kind->framework = CUPY;
+    int is_ndarray = is_class(kind->type, "cupy", "ndarray");
+    if (is_ndarray <= 0) return is_ndarray;
+    int found = find_loaded("cupy.cuda.runtime", "is_hip", &is_hip);
+    if (found <= 0) return found;
+    bool nvidia = is_hip == Py_False;
+    Py_DECREF(is_hip);
+    if (!nvidia) return 0;
+    kind->way = BY_CUPY;
+    return PyArray_ImportNumPyAPI();
+}
+
 static int classify_jax(struct kind *kind, PyObject *object, const char *name)
 {
     int tracer = is_instance(object, "jax.core", "Tracer");
@@ -327,7 +352,7 @@ static int classify(PyObject *object, const char *name, struct kind *kind)
     } else if (is == 0 && (is = derives_from(type, "numpy", "ndarray")) > 0) {
         if (classify_numpy(kind, name)) return -1;
     } else if (is == 0 && (is = derives_from(type, "cupy", "ndarray")) > 0) {
-        kind->framework = CUPY;
+        if (classify_cupy(kind)) return -1;
     } else if (is == 0 && (is = is_instance(object, "jax", "Array")) > 0) {
         if (classify_jax(kind, object, name)) return -1;
     }
@@ -496,7 +521,8 @@ static int set_layout(struct smla_tensor *tensor, void *data, int64_t bytes, int
     if (elements < 0) return -1;
     tensor->data = data;
     tensor->ndim = ndim;
-    memcpy(tensor->shape, shape, (size_t)ndim * sizeof *shape);
+    for (int32_t i = 0; i < ndim; i++)
+        tensor->shape[i] = shape[i]; /* of none there may be no array */
     if (elements == 0) return 0;
 
     if (!data) {
@@ -715,6 +741,26 @@ static int set_numpy_dtype(struct smla_tensor *tensor, PyArray_Descr *descr)
     return text ? 0 : -1;
 }
 
+/* Data, shape and strides in bytes; of a dtype that no argument takes the strides mean nothing. */
+static int set_byte_layout(struct smla_tensor *tensor, void *data, int32_t ndim,
+                           const int64_t *shape, const int64_t *byte_stride)
+{
+    int64_t stride[SMLA_MAX_NDIM];
+    if (tensor->dtype == SMLA_DTYPE_OTHER) return set_layout(tensor, data, 1, ndim, shape, NULL);
+    int64_t bytes = smla_dtype_bytes(tensor->dtype);
+    for (int32_t i = 0; i < ndim; i++) {
+        stride[i] = byte_stride[i] / bytes;
+        if (shape[i] > 1 && byte_stride[i] % bytes) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s: misaligned: dimension %d has a stride of %lld bytes, expected a "
+                         "multiple of %lld; pass a copy",
+                         tensor->name, i, (long long)byte_stride[i], (long long)bytes);
+            return -1;
+        }
+    }
+    return set_layout(tensor, data, bytes, ndim, shape, stride);
+}
+
 static int import_by_numpy(PyObject *object, struct smla_import *import)
 {
     struct smla_tensor *tensor = &import->tensor;
@@ -723,28 +769,61 @@ static int import_by_numpy(PyObject *object, struct smla_import *import)
     if (check_ndim(tensor, ndim) || set_numpy_dtype(tensor, PyArray_DESCR(array))) return -1;
     tensor->device = (struct smla_device){SMLA_CPU, 0};
     tensor->readonly = !PyArray_ISWRITEABLE(array);
-    if (tensor->dtype == SMLA_DTYPE_OTHER)
-        return set_layout(tensor, PyArray_DATA(array), 1, ndim, PyArray_DIMS(array), NULL);
-
-    if (PyArray_ISBYTESWAPPED(array)) {
+    if (tensor->dtype != SMLA_DTYPE_OTHER && PyArray_ISBYTESWAPPED(array)) {
         PyErr_Format(PyExc_ValueError,
                      "%s: a byte-swapped array of %s; pass a copy in the machine's own byte order",
                      tensor->name, tensor->dtype_name);
         return -1;
     }
-    int64_t bytes = smla_dtype_bytes(tensor->dtype);
-    int64_t stride[SMLA_MAX_NDIM];
-    for (int32_t i = 0; i < ndim; i++) {
-        stride[i] = PyArray_STRIDE(array, i) / bytes;
-        if (PyArray_DIM(array, i) > 1 && PyArray_STRIDE(array, i) % bytes) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s: misaligned: dimension %d has a stride of %lld bytes, expected a "
-                         "multiple of %lld; pass a copy",
-                         tensor->name, i, (long long)PyArray_STRIDE(array, i), (long long)bytes);
-            return -1;
-        }
+    return set_byte_layout(tensor, PyArray_DATA(array), ndim, PyArray_DIMS(array),
+                           PyArray_STRIDES(array));
+}
+
+static int64_t integer_attribute(PyObject *object, PyObject *name)
+{
+    PyObject *number = PyObject_GetAttr(object, name);
+    if (!number) return -1;
+    int64_t value = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    return value;
+}
+
+/* The integers of a tuple attribute: how many, or -1 with an exception. */
+static int32_t tuple_attribute(const struct smla_tensor *tensor, PyObject *object, PyObject *name,
+                               int64_t values[static SMLA_MAX_NDIM])
+{
+    PyObject *tuple = PyObject_GetAttr(object, name);
+    if (!tuple) return -1;
+    Py_ssize_t count = PyTuple_Size(tuple);
+    if (count >= 0 && check_ndim(tensor, count)) count = -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        if (values[i] == -1 && PyErr_Occurred()) count = -1;
     }
-    return set_layout(tensor, PyArray_DATA(array), bytes, ndim, PyArray_DIMS(array), stride);
+    Py_DECREF(tuple);
+    return (int32_t)count;
+}
+
+static int import_by_cupy(PyObject *object, struct smla_import *import)
+{
+    struct smla_tensor *tensor = &import->tensor;
+    int64_t shape[SMLA_MAX_NDIM], stride[SMLA_MAX_NDIM];
+    int32_t ndim = tuple_attribute(tensor, object, cached.shape, shape);
+    if (ndim < 0 || tuple_attribute(tensor, object, cached.strides, stride) != ndim) return -1;
+
+    PyObject *memory = PyObject_GetAttr(object, cached.data);
+    if (!memory) return -1;
+    int64_t pointer = integer_attribute(memory, cached.ptr);
+    int64_t device = pointer == -1 ? -1 : integer_attribute(memory, cached.device_id);
+    Py_DECREF(memory);
+    if (PyErr_Occurred()) return -1;
+    tensor->device = (struct smla_device){SMLA_CUDA, (int32_t)device};
+
+    PyObject *dtype = PyObject_GetAttr(object, cached.dtype);
+    if (!dtype) return -1;
+    int failed = set_numpy_dtype(tensor, (PyArray_Descr *)dtype);
+    Py_DECREF(dtype);
+    return failed ? -1 : set_byte_layout(tensor, (void *)(uintptr_t)pointer, ndim, shape, stride);
 }
 
 /* Whether the object says that it is on a CUDA device: 1, 0, or -1 with an exception. */
@@ -789,8 +868,8 @@ static PyObject *call_dlpack(struct kind *kind, PyObject *object, const char *na
         not_a_tensor(object, name);
         return NULL;
     }
-    int no_sync = 0;
-    if (kind->framework == PYTORCH || kind->framework == CUPY) no_sync = is_on_cuda(object);
+    int no_sync = kind->framework == CUPY; /* whose arrays are nowhere else */
+    if (kind->framework == PYTORCH) no_sync = is_on_cuda(object);
     if (no_sync < 0) goto done;
 
     PyObject *plain = no_sync ? cached.plain_no_sync : cached.plain;
@@ -879,6 +958,7 @@ int smla_import(PyObject *object, const char *name, struct smla_import *import)
     switch (kind.way) {
     case BY_EXCHANGE_API: failed = import_by_exchange_api(&kind, object, import); break;
     case BY_NUMPY: failed = import_by_numpy(object, import); break;
+    case BY_CUPY: failed = import_by_cupy(object, import); break;
     case BY_DLPACK: failed = import_by_dlpack(&kind, object, import); break;
     }
     if (failed) {
@@ -886,6 +966,7 @@ int smla_import(PyObject *object, const char *name, struct smla_import *import)
         return -1;
     }
     import->object = Py_NewRef(object);
+    import->framework = (uint8_t)kind.framework;
     return 0;
 }
 
@@ -1016,6 +1097,63 @@ static PyObject *empty_by_numpy(const struct smla_import *like, const char *name
     return object;
 }
 
+/* Device memory that a JAX array is going to own. */
+struct buffer {
+    DLManagedTensor managed;
+    int64_t shape[SMLA_MAX_NDIM];
+};
+
+/* DLPack's deleter, which may be called on any thread and without the GIL. */
+static void free_buffer(DLManagedTensor *managed)
+{
+    smla_gpu_free(managed->dl_tensor.data, managed->dl_tensor.device.device_id);
+    free(managed->manager_ctx);
+}
+
+static void drop_buffer(PyObject *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return; /* the consumer has it */
+    DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
+    managed->deleter(managed);
+}
+
+/* A capsule with device memory, which smla_finish hands to JAX. */
+static PyObject *empty_buffer(const struct smla_import *like, const char *name,
+                              const struct wanted *wanted, struct smla_import *import)
+{
+    struct smla_error error;
+    const int32_t device = like->tensor.device.id;
+    int64_t bytes = smla_dtype_bytes(wanted->dtype);
+    struct buffer *buffer = calloc(1, sizeof *buffer);
+    if (!buffer) return PyErr_NoMemory();
+    for (int32_t i = 0; i < wanted->ndim; i++) {
+        buffer->shape[i] = wanted->shape[i];
+        bytes *= wanted->shape[i];
+    }
+    DLTensor *tensor = &buffer->managed.dl_tensor;
+    *tensor = (DLTensor){.device = {kDLCUDA, device},
+                         .ndim = wanted->ndim,
+                         .dtype = DLPACK_DTYPES[wanted->dtype],
+                         .shape = buffer->shape};
+    buffer->managed.manager_ctx = buffer;
+    buffer->managed.deleter = free_buffer;
+    if (smla_gpu_allocate(bytes ? bytes : 1, device, &tensor->data, &error) != SMLA_OK) {
+        PyErr_Format(PyExc_MemoryError, "%s: %lld bytes of GPU memory: %s", name, (long long)bytes,
+                     error.text);
+        free(buffer);
+        return NULL;
+    }
+    PyObject *capsule = PyCapsule_New(&buffer->managed, "dltensor", drop_buffer);
+    if (!capsule) {
+        free_buffer(&buffer->managed);
+        return NULL;
+    }
+    *import = (struct smla_import){.tensor = {.name = name}};
+    if (set_tensor(&import->tensor, tensor)) Py_CLEAR(capsule);
+    import->object = Py_XNewRef(capsule);
+    return capsule;
+}
+
 PyObject *smla_empty(const struct smla_import *like, const char *name, enum smla_dtype dtype,
                      int32_t ndim, const int64_t *shape, struct smla_import *import)
 {
@@ -1025,19 +1163,19 @@ PyObject *smla_empty(const struct smla_import *like, const char *name, enum smla
     switch (kind.way) {
     case BY_EXCHANGE_API: return empty_by_exchange_api(&kind, like, name, &wanted, import);
     case BY_NUMPY: return empty_by_numpy(like, name, &wanted, import);
+    case BY_CUPY:
     case BY_DLPACK: break;
     }
+    if (kind.framework == JAX && like->tensor.device.type == SMLA_CUDA)
+        return empty_buffer(like, name, &wanted, import);
     return empty_by_hook(like, name, &wanted, import);
 }
 
 PyObject *smla_finish(const struct smla_import *like, PyObject *object)
 {
-    struct kind kind;
-    PyObject *finished = NULL;
-    if (classify(like->object, like->tensor.name, &kind)) goto done;
-    if (kind.framework != JAX) return object;
-    finished = call_hook("finish", "(OO)", like->object, object);
-done:
+    if (like->framework != JAX) return object;
+    const char *hook = PyCapsule_CheckExact(object) ? "adopt" : "finish";
+    PyObject *finished = call_hook(hook, "(OO)", like->object, object);
     Py_DECREF(object);
     return finished;
 }
@@ -1058,7 +1196,7 @@ static int handle_from_int(PyObject *number, uintptr_t *handle)
                      number);
         return -1;
     }
-    *handle = (uintptr_t)value;
+    *handle = value == 1 ? 0 : (uintptr_t)value;
     return 0;
 }
 
@@ -1106,33 +1244,78 @@ static int given_stream(PyObject *stream, uintptr_t *handle)
     return failed;
 }
 
-/* The stream on which the framework of `like` works now; legacy where it has no notion of one. */
-static int current_stream(const struct smla_import *like, uintptr_t *handle)
+/* The stream on which the framework of `import` works now; legacy where it has no notion of one. */
+static int current_stream(const struct smla_import *import, uintptr_t *handle)
 {
-    const struct smla_device *device = &like->tensor.device;
+    const struct smla_device *device = &import->tensor.device;
     struct kind kind;
-    if (classify(like->object, like->tensor.name, &kind)) return -1;
+    *handle = 0;
+    if (import->framework != PYTORCH && import->framework != CUPY) return 0;
+    if (classify(import->object, import->tensor.name, &kind)) return -1;
     if (kind.api) {
         void *current = NULL;
         if (kind.api->current_work_stream(kDLCUDA, device->id, &current)) return -1;
         *handle = (uintptr_t)current;
         return 0;
     }
-    PyObject *number = call_hook("current_stream", "(Oi)", like->object, (int)device->id);
+    const char *hook = import->framework == PYTORCH ? "torch_stream" : "cupy_stream";
+    PyObject *number = call_hook(hook, "(i)", (int)device->id);
     if (!number) return -1;
     int failed = handle_from_int(number, handle);
     Py_DECREF(number);
     return failed;
 }
 
-int smla_stream(PyObject *stream, const struct smla_import *like, uintptr_t *handle)
+int smla_stream(PyObject *stream, const struct smla_import *like, struct smla_gpu_streams *streams)
 {
     bool given = stream && stream != Py_None;
-    *handle = 0;
-    if (like->tensor.device.type == SMLA_CUDA)
-        return given ? given_stream(stream, handle) : current_stream(like, handle);
+    *streams = (struct smla_gpu_streams){.given = given, .join = !given};
+    if (like->tensor.device.type == SMLA_CUDA) {
+        if (current_stream(like, &streams->current)) return -1;
+        streams->launch = streams->current;
+        if (given && given_stream(stream, &streams->launch)) return -1;
+        bool allocates = like->framework == PYTORCH || like->framework == CUPY;
+        streams->pooled = !allocates || streams->launch != streams->current;
+        streams->wait = like->framework == JAX;
+        return 0;
+    }
     if (!given) return 0;
     PyErr_Format(PyExc_ValueError,
                  "stream: expected None, since the tensors are on the CPU, got %R", stream);
     return -1;
+}
+
+static void add_stream(struct smla_gpu_streams *streams, uintptr_t stream)
+{
+    bool known = stream == streams->launch;
+    for (int32_t i = 0; i < streams->count; i++) known |= stream == streams->others[i];
+    if (!known) streams->others[streams->count++] = stream;
+}
+
+int smla_order(struct smla_gpu_streams *streams, const struct smla_import *like,
+               const struct smla_import *imports, int count)
+{
+    _Static_assert(sizeof streams->others / sizeof *streams->others >= JAX, "one a framework");
+    if (like->tensor.device.type != SMLA_CUDA) return 0;
+    for (int i = 0; i < count; i++) {
+        const struct smla_import *import = &imports[i];
+        if (!import->object || import->tensor.device.type != SMLA_CUDA) continue;
+        if (import->framework == JAX) {
+            streams->wait = true;
+        } else if (import->framework == UNKNOWN) {
+            add_stream(streams, 0);
+        } else if (import->framework != like->framework && !streams->given) {
+            uintptr_t current;
+            if (current_stream(import, &current)) return -1;
+            add_stream(streams, current);
+        }
+    }
+    return 0;
+}
+
+void smla_order_memory(struct smla_gpu_streams *streams)
+{
+    if (!streams->given) return;
+    add_stream(streams, streams->current);
+    streams->join = true;
 }

@@ -7,6 +7,7 @@
 
 #include <Python.h>
 
+#include "gpu/gpu.h"
 #include "tensor.h"
 
 /* A borrowed tensor and what keeps it alive. Zero-initialise; smla_release may be called on any,
@@ -16,6 +17,7 @@ struct smla_import {
     PyObject *object;          /* the caller's object, owned here */
     void *managed;             /* DLManagedTensor(Versioned) that release gives back, or NULL */
     bool versioned;
+    uint8_t framework; /* exchange.c's own number of it */
 };
 
 /* Interned names, cached types. Returns 0, or -1 with an exception. */
@@ -40,15 +42,25 @@ PyObject *smla_empty(const struct smla_import *like, const char *name, enum smla
                      int32_t ndim, const int64_t *shape, struct smla_import *import);
 
 /* What the caller gets for an object of smla_empty once it is written: itself, or a new array of
- * `like`'s framework. Steals `object`; returns a new reference or NULL with an exception. */
+ * `like`'s framework. Steals `object`; returns a new reference or NULL with an exception. On a GPU
+ * the streams of the call make the host wait for the launch before an immutable array is made. */
 PyObject *smla_finish(const struct smla_import *like, PyObject *object);
 
 /* The launch stream of a call: `stream` is what the caller passed or NULL/None, `like` is q. On CPU
- * tensors anything but None is a ValueError. Returns 0 and the handle (0: legacy), or -1 with an
- * exception.
+ * tensors anything but None is a ValueError. Returns 0, or -1 with an exception.
  *
- * With NULL it is the stream on which the work that fills `like` is ordered, whatever framework
- * `like` comes from: a launch on another stream waits for an event recorded there. */
-int smla_stream(PyObject *stream, const struct smla_import *like, uintptr_t *handle);
+ * Without `stream` it is the one on which `like`'s framework works now. */
+int smla_stream(PyObject *stream, const struct smla_import *like, struct smla_gpu_streams *streams);
+
+/* Adds the streams on which the frameworks of more tensors work now. Tensors of `like`'s framework
+ * cost nothing. With a given stream the order of tensors is the caller's, but for those that come
+ * with a promise of their own: JAX's arrays, which must outlive the launch, and what an unknown
+ * producer has ordered before the legacy stream. Returns 0, or -1 with an exception. */
+int smla_order(struct smla_gpu_streams *streams, const struct smla_import *like,
+               const struct smla_import *imports, int count);
+
+/* Orders the launch after earlier uses of memory that smla_empty has just taken, and before later
+ * ones: the framework hands it on by the order of its own stream, as soon as it is dropped. */
+void smla_order_memory(struct smla_gpu_streams *streams);
 
 #endif

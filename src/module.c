@@ -2,6 +2,7 @@
  * arguments, tensors (exchange.c), one checked struct (problem.c), a plan (plan.c), the kernel. */
 #include <Python.h>
 
+#include <math.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -425,6 +426,7 @@ static int get_target(struct smla_device device, struct smla_target *target)
     }
     target->compute = 10 * info->major + info->minor;
     target->multiprocessors = info->multiprocessors;
+    target->shared_bytes = info->shared_bytes;
     return 0;
 }
 
@@ -580,32 +582,77 @@ static enum smla_status check_gpu(const struct smla_attend *work, enum smla_vali
     return SMLA_OK;
 }
 
-/* Runs a planned call and gives back the workspace that it took from q's framework. Returns 0, or
- * -1 with an exception. */
+/* The end of a call on a GPU: whoever has to waits for it. */
+static enum smla_status join_streams(const struct smla_gpu_streams *streams, int32_t device,
+                                     struct smla_error *error)
+{
+    enum smla_status status;
+    if (!streams->wait) return smla_gpu_join(streams, device, error);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_gpu_join(streams, device, error);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+/* The launches, with a workspace of q's framework or, on a stream that it does not know, of the
+ * driver. Returns -1 where the framework has none and has set an exception. */
+static int launch_attend(const struct smla_attend *work, const struct smla_plan *plan,
+                         enum smla_gpu_record record, const struct smla_import *q,
+                         const struct smla_gpu_streams *streams, enum smla_status *status,
+                         struct smla_error *error)
+{
+    const int32_t device = q->tensor.device.id;
+    const int64_t bytes = plan->workspace_bytes, floats = bytes / 4;
+    struct smla_import taken = {0};
+    void *workspace = NULL;
+    PyObject *memory = NULL;
+    *status = SMLA_OK;
+    if (bytes && streams->pooled) {
+        *status = smla_gpu_borrow(bytes, device, streams->launch, &workspace, error);
+    } else if (bytes) {
+        memory = smla_empty(q, "workspace", SMLA_FLOAT32, 1, &floats, &taken);
+        if (!memory) return -1;
+        workspace = taken.tensor.data;
+    }
+    if (*status == SMLA_OK)
+        *status = smla_gpu_attend(work, plan, device, streams->launch, workspace, record, error);
+    if (workspace && streams->pooled) {
+        struct smla_error late;
+        if (smla_gpu_return(workspace, device, streams->launch, &late) != SMLA_OK &&
+            *status == SMLA_OK) {
+            *status = late.status;
+            *error = late;
+        }
+    }
+    smla_release(&taken);
+    Py_XDECREF(memory);
+    return 0;
+}
+
+/* Runs a planned call. Returns 0, or -1 with an exception. */
 static int run(struct smla_attend *work, const struct smla_plan *plan, enum smla_validate validate,
-               const struct smla_import *q, uintptr_t stream)
+               const struct smla_import *q, struct smla_gpu_streams *streams)
 {
     const struct smla_device device = q->tensor.device;
     struct smla_fault_report report = {.count = 0};
-    struct smla_import workspace = {0};
-    PyObject *memory = NULL;
     struct smla_error error;
     enum smla_status status;
     if (device.type == SMLA_CPU) {
-        Py_BEGIN_ALLOW_THREADS status = run_cpu(work, plan, validate, device, &report, &error);
+        Py_BEGIN_ALLOW_THREADS
+        status = run_cpu(work, plan, validate, device, &report, &error);
         Py_END_ALLOW_THREADS
     } else {
-        status = check_gpu(work, validate, device, stream, &report, &error);
+        status = smla_gpu_fork(streams, device.id, &error);
+        if (status == SMLA_OK)
+            status = check_gpu(work, validate, device, streams->launch, &report, &error);
         if (status == SMLA_OK && report.count == 0) {
-            const int64_t floats = plan->workspace_bytes / 4;
-            if (floats) memory = smla_empty(q, "workspace", SMLA_FLOAT32, 1, &floats, &workspace);
-            if (floats && !memory) return -1;
             work->record = validate != SMLA_VALIDATE_MASK;
-            status = smla_gpu_attend(
-                work, plan, device.id, stream, workspace.tensor.data,
-                validate == SMLA_VALIDATE_RECORD ? SMLA_GPU_RECORDED : SMLA_GPU_DEFERRED, &error);
-            smla_release(&workspace);
-            Py_XDECREF(memory);
+            if (launch_attend(work, plan,
+                              validate == SMLA_VALIDATE_RECORD ? SMLA_GPU_RECORDED
+                                                               : SMLA_GPU_DEFERRED,
+                              q, streams, &status, &error) < 0)
+                return -1;
+            if (status == SMLA_OK) status = join_streams(streams, device.id, &error);
         }
     }
     if (status != SMLA_OK)
@@ -615,8 +662,9 @@ static int run(struct smla_attend *work, const struct smla_plan *plan, enum smla
     return status != SMLA_OK || report.count ? -1 : 0;
 }
 
-static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                        PyObject *kwnames)
+/* `empty_lse` is what a row without valid entries gets. */
+static PyObject *call_attend(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+                             float empty_lse)
 {
     static const struct signature SIGNATURE = {"attend",
                                                3,
@@ -651,7 +699,6 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t narg
                                                 P_VALIDATE,
                                                 P_BATCH_INVARIANT,
                                                 P_STREAM}};
-    (void)module;
     PyObject *given[PARAMETERS], *results[2] = {NULL, NULL}, *pair = NULL;
     struct attend_call call;
     struct smla_import made[2];
@@ -660,7 +707,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t narg
     struct smla_plan plan;
     struct smla_error error;
     enum smla_validate validate;
-    uintptr_t stream;
+    struct smla_gpu_streams streams;
     if (parse(&SIGNATURE, args, nargs, kwnames, given) < 0) return NULL;
     memset(&call, 0, sizeof call);
     memset(made, 0, sizeof made);
@@ -672,20 +719,24 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t narg
         get_number(given, P_EXTRA_CACHE_SCALE, &call.args.source[1].cache_scale) < 0 ||
         get_int(given, P_HEAD_DIM_V, &call.args.head_dim_v, &call.args.has_head_dim_v) < 0 ||
         get_bool(given, P_BATCH_INVARIANT, &call.args.batch_invariant) < 0 ||
-        get_validate(given, &validate) < 0 || smla_stream(given[P_STREAM], &call.q[0], &stream) < 0)
+        get_validate(given, &validate) < 0 ||
+        smla_stream(given[P_STREAM], &call.q[0], &streams) < 0 ||
+        smla_order(&streams, &call.q[0], &call.q[1], 1) < 0 ||
+        smla_order(&streams, &call.q[0], call.tensors, TENSOR_COUNT) < 0)
         goto done;
     if (smla_problem_attend(&call.args, &work, &error) != SMLA_OK) {
         raise_error(&error);
         goto done;
     }
+    work.empty_lse = empty_lse;
     if (get_target(call.args.q.device, &target) < 0) goto done;
     if (smla_plan_attend(&work, &target, getenv("SPARSE_MLA_KERNEL"), &plan, &error) != SMLA_OK) {
         raise_error(&error);
         goto done;
     }
-    if (make_outputs(given, &call, &work, made, results) < 0 ||
-        run(&work, &plan, validate, &call.q[0], stream) < 0)
-        goto done;
+    if (make_outputs(given, &call, &work, made, results) < 0) goto done;
+    if (made[0].object || made[1].object) smla_order_memory(&streams);
+    if (run(&work, &plan, validate, &call.q[0], &streams) < 0) goto done;
     for (int i = 0; i < 2; i++) {
         if (!made[i].object) continue;
         results[i] = smla_finish(&call.q[0], results[i]);
@@ -701,21 +752,30 @@ done:
     return pair;
 }
 
+static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                        PyObject *kwnames)
+{
+    (void)module;
+    return call_attend(args, nargs, kwnames, -INFINITY);
+}
+
+static PyObject *attend_for_flash_mla(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                      PyObject *kwnames)
+{
+    (void)module;
+    return call_attend(args, nargs, kwnames, INFINITY);
+}
+
 /* -------------------------------------------------------------------------- resolve */
 
-/* An int64 NumPy array of the shape of a source's indices (without: rows + most entries). */
-static PyObject *empty_slots(const struct smla_attend *work, int which,
-                             const struct smla_tensor *indices)
+/* An int64 NumPy array of the rows' shape + (entries of a row,). */
+static PyObject *empty_slots(const struct smla_attend *work, int which, int32_t row_ndim)
 {
-    const struct smla_source *source = &work->source[which];
-    PyObject *numpy = PyImport_ImportModule("numpy"), *shape = NULL, *array = NULL;
+    const long long batch = work->batch, s_q = work->s_q, topk = work->source[which].topk;
+    PyObject *numpy = PyImport_ImportModule("numpy"), *array = NULL;
     if (!numpy) return NULL;
-    if (indices->ndim == 3 || (!smla_given(indices) && work->s_q > 1))
-        shape = Py_BuildValue("(LLL)", (long long)work->batch, (long long)work->s_q,
-                              (long long)source->topk);
-    else
-        shape = Py_BuildValue("(LL)", (long long)(work->batch * work->s_q),
-                              (long long)source->topk);
+    PyObject *shape = row_ndim == 2 ? Py_BuildValue("(LLL)", batch, s_q, topk)
+                                    : Py_BuildValue("(LL)", batch, topk);
     if (shape) array = PyObject_CallMethod(numpy, "empty", "Os", shape, "int64");
     Py_XDECREF(shape);
     Py_DECREF(numpy);
@@ -723,8 +783,9 @@ static PyObject *empty_slots(const struct smla_attend *work, int which,
 }
 
 /* The slots of one source as a NumPy array, wherever the arrays live. */
-static PyObject *resolve_source(const struct smla_attend *work, int which,
-                                const struct attend_call *call, uintptr_t stream)
+static PyObject *resolve_source(const struct smla_attend *work, int which, int32_t row_ndim,
+                                const struct attend_call *call,
+                                const struct smla_gpu_streams *streams)
 {
     const struct smla_import *cache = &call->tensors[0];
     const struct smla_device device = cache->tensor.device;
@@ -733,16 +794,20 @@ static PyObject *resolve_source(const struct smla_attend *work, int which,
     struct smla_error error;
     enum smla_status status = SMLA_OK;
     PyObject *memory = NULL;
-    PyObject *array = empty_slots(work, which, &call->args.source[which].indices);
+    PyObject *array = empty_slots(work, which, row_ndim);
     if (!array || smla_import(array, "slots", &slots) < 0) goto fail;
     if (device.type == SMLA_CUDA) {
         memory = smla_empty(cache, "slots", SMLA_INT64, 1, &count, &scratch);
         if (!memory) goto fail;
     }
-    Py_BEGIN_ALLOW_THREADS if (memory) status = smla_gpu_resolve(
-        work, which, device.id, stream, scratch.tensor.data, slots.tensor.data, &error);
-    else smla_cpu_resolve(work, which, slots.tensor.data);
-    Py_END_ALLOW_THREADS if (status == SMLA_OK) goto done;
+    Py_BEGIN_ALLOW_THREADS
+    if (memory)
+        status = smla_gpu_resolve(work, which, device.id, streams->launch, scratch.tensor.data,
+                                  slots.tensor.data, &error);
+    else
+        smla_cpu_resolve(work, which, slots.tensor.data);
+    Py_END_ALLOW_THREADS
+    if (status == SMLA_OK) goto done;
     raise_error(&error);
 fail:
     Py_CLEAR(array);
@@ -768,19 +833,26 @@ static PyObject *resolve(PyObject *module, PyObject *const *args, Py_ssize_t nar
     PyObject *given[PARAMETERS], *result = NULL;
     struct attend_call call;
     struct smla_attend work;
+    struct smla_gpu_streams streams;
     struct smla_error error;
-    uintptr_t stream;
+    int32_t row_ndim;
     if (parse(&SIGNATURE, args, nargs, kwnames, given) < 0) return NULL;
     memset(&call, 0, sizeof call);
     if (import_call(given, &call) < 0) goto done;
-    if (smla_problem_check(&call.args, &work, &error) != SMLA_OK) {
+    if (smla_problem_check(&call.args, &work, &row_ndim, &error) != SMLA_OK) {
         raise_error(&error);
         goto done;
     }
-    if (smla_stream(NULL, &call.tensors[0], &stream) < 0) goto done;
+    if (smla_stream(NULL, &call.tensors[0], &streams) < 0 ||
+        smla_order(&streams, &call.tensors[0], call.tensors, TENSOR_COUNT) < 0)
+        goto done;
+    if (smla_gpu_fork(&streams, call.tensors[0].tensor.device.id, &error) != SMLA_OK) {
+        raise_error(&error);
+        goto done;
+    }
     result = PyTuple_New(work.sources);
     for (int i = 0; result && i < work.sources; i++) {
-        PyObject *slots = resolve_source(&work, i, &call, stream);
+        PyObject *slots = resolve_source(&work, i, row_ndim, &call, &streams);
         if (!slots || PyTuple_SetItem(result, i, slots) < 0) Py_CLEAR(result);
     }
 done:
@@ -815,7 +887,7 @@ static Py_ssize_t import_parts(PyObject *list, enum parameter parameter,
 struct merge_call {
     struct smla_import outs[SMLA_MERGE_PARTS];
     struct smla_import lses[SMLA_MERGE_PARTS];
-    struct smla_import sink, out, lse;
+    struct smla_import rest[3]; /* attn_sink, out, lse */
     struct smla_merge_args args;
 };
 
@@ -831,18 +903,12 @@ static int import_merge(PyObject *const *given, struct merge_call *call)
                      lses);
         return -1;
     }
-    const struct {
-        enum parameter parameter;
-        struct smla_import *import;
-        struct smla_tensor *place;
-    } rest[] = {{P_ATTN_SINK, &call->sink, &args->attn_sink},
-                {P_OUT, &call->out, &args->out},
-                {P_LSE, &call->lse, &args->lse}};
+    static const enum parameter REST[] = {P_ATTN_SINK, P_OUT, P_LSE};
+    struct smla_tensor *const places[] = {&args->attn_sink, &args->out, &args->lse};
     for (int i = 0; i < 3; i++) {
-        PyObject *object = given[rest[i].parameter];
-        if (is_given(object) && smla_import(object, NAMES[rest[i].parameter], rest[i].import) < 0)
-            return -1;
-        *rest[i].place = rest[i].import->tensor;
+        PyObject *object = given[REST[i]];
+        if (is_given(object) && smla_import(object, NAMES[REST[i]], &call->rest[i]) < 0) return -1;
+        *places[i] = call->rest[i].tensor;
     }
     args->parts = (int32_t)parts;
     for (int32_t i = 0; i < args->parts; i++) {
@@ -850,6 +916,21 @@ static int import_merge(PyObject *const *given, struct merge_call *call)
         args->lses[i] = call->lses[i].tensor;
     }
     return 0;
+}
+
+static enum smla_status run_merge(const struct smla_merge *work, struct smla_device device,
+                                  struct smla_gpu_streams *streams, struct smla_error *error)
+{
+    enum smla_status status;
+    if (device.type == SMLA_CUDA) {
+        SMLA_TRY(smla_gpu_fork(streams, device.id, error));
+        SMLA_TRY(smla_gpu_merge(work, device.id, streams->launch, error));
+        return join_streams(streams, device.id, error);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_cpu_merge(work, error);
+    Py_END_ALLOW_THREADS
+    return status;
 }
 
 static PyObject *merge(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
@@ -860,14 +941,18 @@ static PyObject *merge(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     PyObject *given[PARAMETERS], *results[2] = {NULL, NULL}, *pair = NULL;
     struct smla_import made[2];
     struct smla_merge work;
+    struct smla_gpu_streams streams;
     struct smla_error error;
-    uintptr_t stream;
     if (parse(&SIGNATURE, args, nargs, kwnames, given) < 0) return NULL;
     struct merge_call *call = PyMem_Calloc(1, sizeof *call);
     if (!call) return PyErr_NoMemory();
     memset(made, 0, sizeof made);
 
-    if (import_merge(given, call) < 0 || smla_stream(NULL, &call->outs[0], &stream) < 0) goto done;
+    if (import_merge(given, call) < 0 || smla_stream(NULL, &call->outs[0], &streams) < 0 ||
+        smla_order(&streams, &call->outs[0], call->outs, SMLA_MERGE_PARTS) < 0 ||
+        smla_order(&streams, &call->outs[0], call->lses, SMLA_MERGE_PARTS) < 0 ||
+        smla_order(&streams, &call->outs[0], call->rest, 3) < 0)
+        goto done;
     const struct smla_tensor *first = &call->args.outs[0];
     if (smla_problem_merge(&call->args, &work, &error) != SMLA_OK) {
         raise_error(&error);
@@ -885,14 +970,7 @@ static PyObject *merge(PyObject *module, PyObject *const *args, Py_ssize_t nargs
         smla_set_output(i ? &work.lse : &work.out, &made[i].tensor, i == 0);
     }
 
-    enum smla_status status;
-    if (first->device.type == SMLA_CUDA) {
-        status = smla_gpu_merge(&work, first->device.id, stream, &error);
-    } else {
-        Py_BEGIN_ALLOW_THREADS status = smla_cpu_merge(&work, &error);
-        Py_END_ALLOW_THREADS
-    }
-    if (status != SMLA_OK) {
+    if (run_merge(&work, first->device, &streams, &error) != SMLA_OK) {
         raise_error(&error);
         goto done;
     }
@@ -907,9 +985,7 @@ done:
         smla_release(&call->outs[i]);
         smla_release(&call->lses[i]);
     }
-    smla_release(&call->sink);
-    smla_release(&call->out);
-    smla_release(&call->lse);
+    for (int i = 0; i < 3; i++) smla_release(&call->rest[i]);
     PyMem_Free(call);
     for (int i = 0; i < 2; i++) {
         smla_release(&made[i]);
@@ -921,12 +997,18 @@ done:
 /* -------------------------------------------------------------------------- cache writers */
 
 static enum smla_status run_append(const struct smla_append *work, struct smla_device device,
-                                   uintptr_t stream, struct smla_error *error)
+                                   struct smla_gpu_streams *streams, struct smla_error *error)
 {
     enum smla_status status;
-    if (device.type == SMLA_CUDA) return smla_gpu_append(work, device.id, stream, error);
-    Py_BEGIN_ALLOW_THREADS status = smla_cpu_append(work, error);
-    Py_END_ALLOW_THREADS return status;
+    if (device.type == SMLA_CUDA) {
+        SMLA_TRY(smla_gpu_fork(streams, device.id, error));
+        SMLA_TRY(smla_gpu_append(work, device.id, streams->launch, error));
+        return join_streams(streams, device.id, error);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_cpu_append(work, error);
+    Py_END_ALLOW_THREADS
+    return status;
 }
 
 static PyObject *append(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
@@ -944,8 +1026,8 @@ static PyObject *append(PyObject *module, PyObject *const *args, Py_ssize_t narg
     struct smla_import imports[COUNT];
     struct smla_append_args arguments;
     struct smla_append work;
+    struct smla_gpu_streams streams;
     struct smla_error error;
-    uintptr_t stream;
     if (parse(&SIGNATURE, args, nargs, kwnames, given) < 0) return NULL;
     memset(imports, 0, sizeof imports);
     memset(&arguments, 0, sizeof arguments);
@@ -963,10 +1045,11 @@ static PyObject *append(PyObject *module, PyObject *const *args, Py_ssize_t narg
     }
     if (get_text(given, P_CACHE_FORMAT, &arguments.cache_format) < 0 ||
         get_number(given, P_CACHE_SCALE, &arguments.cache_scale) < 0 ||
-        smla_stream(given[P_STREAM], &imports[CACHE], &stream) < 0)
+        smla_stream(given[P_STREAM], &imports[CACHE], &streams) < 0 ||
+        smla_order(&streams, &imports[CACHE], imports, COUNT) < 0)
         goto done;
     enum smla_status status = smla_problem_append(&arguments, &work, &error);
-    if (status == SMLA_OK) status = run_append(&work, arguments.kv_cache.device, stream, &error);
+    if (status == SMLA_OK) status = run_append(&work, arguments.kv_cache.device, &streams, &error);
     if (status == SMLA_OK)
         result = Py_NewRef(Py_None);
     else
@@ -985,17 +1068,21 @@ static PyObject *pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     struct smla_import rows = {0}, made = {0};
     struct smla_append_args arguments;
     struct smla_append work;
+    struct smla_gpu_streams streams;
     struct smla_error error;
     const char *name = NULL;
     int32_t block_size = 1;
-    uintptr_t stream;
     if (parse(&SIGNATURE, args, nargs, kwnames, given) < 0) return NULL;
     memset(&arguments, 0, sizeof arguments);
+    if (given[P_ROWS] == Py_None) {
+        wrong_type(P_ROWS, "a tensor", Py_None);
+        return NULL;
+    }
     if (smla_import(given[P_ROWS], "rows", &rows) < 0 ||
         get_text(given, P_CACHE_FORMAT, &name) < 0 ||
         get_size(given, P_BLOCK_SIZE, 1, &block_size) < 0 ||
         get_number(given, P_CACHE_SCALE, &arguments.cache_scale) < 0 ||
-        smla_stream(NULL, &rows, &stream) < 0)
+        smla_stream(NULL, &rows, &streams) < 0 || smla_order(&streams, &rows, &rows, 1) < 0)
         goto done;
     const struct smla_format_info *format = name ? smla_format_named(name) : NULL;
     if (!format) {
@@ -1004,7 +1091,9 @@ static PyObject *pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         goto done;
     }
     if (rows.tensor.ndim != 2) {
-        wrong_type(P_ROWS, "a tensor of shape (n, d_qk)", given[P_ROWS]);
+        char text[96];
+        PyErr_Format(PyExc_ValueError, "rows: expected shape (n, d_qk), got %s",
+                     smla_shape_text(&rows.tensor, text));
         goto done;
     }
     bool dense = format->scale == SMLA_SCALE_NONE;
@@ -1018,10 +1107,11 @@ static PyObject *pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     enum smla_status status = smla_problem_append(&arguments, &work, &error);
     int64_t bytes = smla_elements(&made.tensor) * smla_dtype_bytes(made.tensor.dtype);
     if (status == SMLA_OK && rows.tensor.device.type == SMLA_CUDA)
-        status = smla_gpu_clear(made.tensor.data, bytes, rows.tensor.device.id, stream, &error);
+        status = smla_gpu_clear(made.tensor.data, bytes, rows.tensor.device.id, streams.launch,
+                                &error);
     else if (status == SMLA_OK && bytes)
         memset(made.tensor.data, 0, (size_t)bytes);
-    if (status == SMLA_OK) status = run_append(&work, rows.tensor.device, stream, &error);
+    if (status == SMLA_OK) status = run_append(&work, rows.tensor.device, &streams, &error);
     if (status == SMLA_OK) {
         cache = smla_finish(&rows, cache);
     } else {
@@ -1044,10 +1134,10 @@ static PyObject *unpack(PyObject *module, PyObject *const *args, Py_ssize_t narg
     struct smla_import cache = {0}, made = {0};
     struct smla_source source;
     struct smla_number scale = {0};
+    struct smla_gpu_streams streams;
     struct smla_error error;
     const char *name = NULL;
     int32_t width = 0;
-    uintptr_t stream;
     if (parse(&SIGNATURE, args, nargs, kwnames, given) < 0) return NULL;
     if (given[P_KV_CACHE] == Py_None) {
         wrong_type(P_KV_CACHE, "a tensor", Py_None);
@@ -1055,7 +1145,8 @@ static PyObject *unpack(PyObject *module, PyObject *const *args, Py_ssize_t narg
     }
     if (smla_import(given[P_KV_CACHE], "kv_cache", &cache) < 0 ||
         get_text(given, P_CACHE_FORMAT, &name) < 0 ||
-        get_number(given, P_CACHE_SCALE, &scale) < 0 || smla_stream(NULL, &cache, &stream) < 0)
+        get_number(given, P_CACHE_SCALE, &scale) < 0 || smla_stream(NULL, &cache, &streams) < 0 ||
+        smla_order(&streams, &cache, &cache, 1) < 0)
         goto done;
     enum smla_status status = smla_problem_cache(&cache.tensor, name, scale, &source, &width,
                                                  &error);
@@ -1067,11 +1158,15 @@ static PyObject *unpack(PyObject *module, PyObject *const *args, Py_ssize_t narg
     rows = smla_empty(&cache, "rows", SMLA_FLOAT32, 2, shape, &made);
     if (!rows) goto done;
     if (cache.tensor.device.type == SMLA_CUDA) {
-        status = smla_gpu_unpack(&source, cache.tensor.dtype, width, made.tensor.data,
-                                 cache.tensor.device.id, stream, &error);
+        const int32_t device = cache.tensor.device.id;
+        status = smla_gpu_fork(&streams, device, &error);
+        if (status == SMLA_OK)
+            status = smla_gpu_unpack(&source, cache.tensor.dtype, width, made.tensor.data, device,
+                                     streams.launch, &error);
+        if (status == SMLA_OK) status = join_streams(&streams, device, &error);
     } else {
-        Py_BEGIN_ALLOW_THREADS status = smla_cpu_unpack(&source, cache.tensor.dtype, width,
-                                                        made.tensor.data, &error);
+        Py_BEGIN_ALLOW_THREADS
+        status = smla_cpu_unpack(&source, cache.tensor.dtype, width, made.tensor.data, &error);
         Py_END_ALLOW_THREADS
     }
     if (status == SMLA_OK) {
@@ -1177,6 +1272,11 @@ static PyObject *plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     work.s_q = s_q;
     work.batch_invariant = batch_invariant;
     work.sources = is_given(given[P_EXTRA_TOPK]) ? 2 : 1;
+    if (work.sources == 1 && is_given(given[P_EXTRA_CACHE_FORMAT])) {
+        PyErr_SetString(PyExc_ValueError, "extra_cache_format: needs extra_topk");
+        return NULL;
+    }
+    if (smla_problem_plan(&work, &error) != SMLA_OK) return raise_error(&error);
     if (get_target(device, &target) < 0) return NULL;
     if (smla_plan_attend(&work, &target, getenv("SPARSE_MLA_KERNEL"), &plan, &error) != SMLA_OK)
         return raise_error(&error);
@@ -1289,8 +1389,10 @@ static PyObject *visit_gpus(const struct signature *signature, PyObject *const *
     }
     for (int32_t i = *first; i < *end; i++) {
         enum smla_status status;
-        Py_BEGIN_ALLOW_THREADS status = visit(i, &error);
-        Py_END_ALLOW_THREADS if (status != SMLA_OK) return raise_error(&error);
+        Py_BEGIN_ALLOW_THREADS
+        status = visit(i, &error);
+        Py_END_ALLOW_THREADS
+        if (status != SMLA_OK) return raise_error(&error);
     }
     Py_RETURN_NONE;
 }
@@ -1367,8 +1469,38 @@ static PyObject *cpu_peak(PyObject *module, PyObject *const *args, Py_ssize_t na
         return NULL;
     if (smla_plan_attend(&work, &THIS_CPU, name, &plan, &error) != SMLA_OK)
         return raise_error(&error);
-    Py_BEGIN_ALLOW_THREADS peak = smla_cpu_peak(plan.kernel);
-    Py_END_ALLOW_THREADS return PyFloat_FromDouble(peak);
+    Py_BEGIN_ALLOW_THREADS
+    peak = smla_cpu_peak(plan.kernel);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(peak);
+}
+
+static PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                        PyObject *kwnames)
+{
+    static const struct signature SIGNATURE = {
+        "gather", 3, 3, 4, {P_KV_CACHE, P_INDICES, P_OUT, P_STREAM}};
+    enum { COUNT = 3 };
+    (void)module;
+    PyObject *given[PARAMETERS], *result = NULL;
+    struct smla_import imports[COUNT];
+    struct smla_gpu_streams streams;
+    struct smla_error error;
+    if (parse(&SIGNATURE, args, nargs, kwnames, given) < 0) return NULL;
+    memset(imports, 0, sizeof imports);
+    for (int i = 0; i < COUNT; i++) {
+        enum parameter parameter = (enum parameter)SIGNATURE.parameters[i];
+        if (smla_import(given[parameter], NAMES[parameter], &imports[i]) < 0) goto done;
+    }
+    if (smla_stream(given[P_STREAM], &imports[0], &streams) < 0) goto done;
+    if (smla_gpu_gather(&imports[0].tensor, &imports[1].tensor, &imports[2].tensor, streams.launch,
+                        &error) == SMLA_OK)
+        result = Py_NewRef(Py_None);
+    else
+        raise_error(&error);
+done:
+    for (int i = 0; i < COUNT; i++) smla_release(&imports[i]);
+    return result;
 }
 
 /* -------------------------------------------------------------------------- module */
@@ -1378,6 +1510,7 @@ static PyObject *cpu_peak(PyObject *module, PyObject *const *args, Py_ssize_t na
 
 static PyMethodDef METHODS[] = {
     METHOD(attend, SMLA_DOC_ATTEND),
+    METHOD(attend_for_flash_mla, SMLA_DOC_ATTEND_FOR_FLASH_MLA),
     METHOD(merge, SMLA_DOC_MERGE),
     METHOD(pack, SMLA_DOC_PACK),
     METHOD(unpack, SMLA_DOC_UNPACK),
@@ -1388,6 +1521,7 @@ static PyMethodDef METHODS[] = {
     METHOD(plan, SMLA_DOC_PLAN),
     METHOD(load, SMLA_DOC_LOAD),
     METHOD(cpu_peak, SMLA_DOC_CPU_PEAK),
+    METHOD(gather, SMLA_DOC_GATHER),
     {"cache_formats", cache_formats, METH_NOARGS, SMLA_DOC_CACHE_FORMATS},
     {"build_info", build_info, METH_NOARGS, SMLA_DOC_BUILD_INFO},
     {"devices", devices, METH_NOARGS, SMLA_DOC_DEVICES},

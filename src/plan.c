@@ -8,76 +8,79 @@
 
 /* -------------------------------------------------------------------------- CPU */
 
-/* The first kernel that runs here, or the one that was asked for by name. */
-static enum smla_status plan_cpu(const struct smla_attend *work, const char *forced,
-                                 struct smla_plan *plan, struct smla_error *error)
+static enum smla_status fail_cpu_kernel(const struct smla_cpu_kernel *kernels, int32_t count,
+                                        const char *forced, struct smla_error *error)
 {
-    const struct smla_cpu_kernel *kernels;
-    int32_t count = smla_cpu_kernels(&kernels);
     char names[128] = "";
-    for (int32_t i = 0; i < count; i++) {
-        bool wanted = forced ? !strcmp(forced, kernels[i].name) : kernels[i].runs;
-        if (wanted) {
-            SMLA_FAIL_IF(!kernels[i].runs, error, SMLA_ERROR_UNSUPPORTED,
-                         "SPARSE_MLA_KERNEL: %s needs %s, which this CPU does not have", forced,
-                         kernels[i].isa);
-            plan->kernel = kernels[i].name;
-            plan->kernel_id = i;
-            smla_cpu_split(work, plan);
-            return SMLA_OK;
-        }
+    for (int32_t i = 0; i < count; i++)
         snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "",
                  kernels[i].name);
-    }
     return smla_fail(error, SMLA_ERROR_VALUE,
                      "SPARSE_MLA_KERNEL: expected one of %s for tensors on the CPU, got '%s'",
                      names, forced);
 }
 
+/* The first kernel that runs here, or the one that was asked for by name. */
+static enum smla_status plan_cpu(const struct smla_attend *work, const char *forced,
+                                 struct smla_plan *plan, struct smla_error *error)
+{
+    const struct smla_cpu_kernel *kernels;
+    int32_t count = smla_cpu_kernels(&kernels), i = 0;
+    while (i < count && !(forced ? !strcmp(forced, kernels[i].name) : kernels[i].runs)) i++;
+    if (i == count) return fail_cpu_kernel(kernels, count, forced, error);
+    SMLA_FAIL_IF(!kernels[i].runs, error, SMLA_ERROR_UNSUPPORTED,
+                 "SPARSE_MLA_KERNEL: %s needs %s, which this CPU does not have", forced,
+                 kernels[i].isa);
+    plan->kernel = kernels[i].name;
+    plan->kernel_id = i;
+    smla_cpu_split(work, plan);
+    return SMLA_OK;
+}
+
 /* -------------------------------------------------------------------------- GPU */
 
-enum {
-    INVARIANT_ENTRIES =
-        512,          /* of a part under batch_invariant, where that makes few enough parts */
-    ENTRY_STEP = 128, /* parts are multiples of what a block reads of the indices at once */
-    MOST_SPLITS = 64,
-};
+enum { MOST_SPLITS = 64 };
 
 static int64_t ceil_div(int64_t number, int64_t by)
 {
     return (number + by - 1) / by;
 }
 
-/* Parts of a row: as many as fill the GPU `blocks_per_sm` deep, at least ENTRY_STEP entries each.
- * batch_invariant looks at the entries only. */
-static void split_entries(const struct smla_attend *work, const struct smla_target *target,
-                          int64_t blocks_per_sm, struct smla_plan *plan)
+static int64_t rows_of(const struct smla_attend *work)
 {
-    int64_t entries = work->source[0].topk + (work->sources == 2 ? work->source[1].topk : 0);
-    int64_t rows = work->batch * work->s_q, tiles = ceil_div(work->heads, plan->head_tile);
-    int64_t blocks = rows * tiles;
-    int64_t wanted = work->batch_invariant ? ceil_div(entries, INVARIANT_ENTRIES)
-                     : blocks ? ceil_div(target->multiprocessors * blocks_per_sm, blocks)
-                              : 1;
-    int64_t most = ceil_div(entries, ENTRY_STEP);
-    if (wanted > most) wanted = most;
+    return work->batch * work->s_q;
+}
+
+static int64_t entries_of(const struct smla_attend *work)
+{
+    return work->source[0].topk + (work->sources == 2 ? work->source[1].topk : 0);
+}
+
+/* About `wanted` parts of a row, each a multiple of `step` entries. */
+static void set_splits(const struct smla_attend *work, int64_t wanted, int64_t step,
+                       struct smla_plan *plan)
+{
+    int64_t entries = entries_of(work);
     if (wanted > MOST_SPLITS) wanted = MOST_SPLITS;
     if (wanted < 1) wanted = 1;
-    plan->split_entries = ceil_div(ceil_div(entries, wanted), ENTRY_STEP) * ENTRY_STEP;
+    plan->split_entries = ceil_div(ceil_div(entries, wanted), step) * step;
     plan->splits = entries ? (int32_t)ceil_div(entries, plan->split_entries) : 1;
     plan->launches = plan->splits > 1 ? 2 : 1;
     if (plan->splits > 1)
-        plan->workspace_bytes = plan->splits * rows * work->heads * (work->d_v + 2) * 4;
+        plan->workspace_bytes = plan->splits * rows_of(work) * work->heads * (work->d_v + 2) * 4;
 }
 
-/* Any dtype, format and width: q and the sums of eight heads in shared memory, or of one. */
+/* Any dtype, format and width: q and the sums of eight heads in shared memory, or of one. Rows are
+ * cut until the GPU is filled four blocks deep; batch_invariant looks at the entries alone. */
 static enum smla_status plan_any(const struct smla_attend *work, const struct smla_target *target,
                                  struct smla_plan *plan, struct smla_error *error)
 {
+    enum { ENTRY_STEP = 128, INVARIANT_ENTRIES = 512, DEPTH = 4 };
     int64_t a_head = (int64_t)(work->d_qk + work->d_v) * 4;
     bool wide = SMLA_ANY_FIXED_BYTES + SMLA_ANY_HEADS * a_head > SMLA_ANY_SHARED_BYTES;
     plan->kernel = "any";
     plan->kernel_id = wide ? SMLA_KERNEL_ATTEND_WIDE : SMLA_KERNEL_ATTEND;
+    plan->combine_id = SMLA_KERNEL_COMBINE;
     plan->head_tile = wide ? 1 : SMLA_ANY_HEADS;
     int64_t shared = SMLA_ANY_FIXED_BYTES + plan->head_tile * a_head;
     SMLA_FAIL_IF(
@@ -86,22 +89,130 @@ static enum smla_status plan_any(const struct smla_attend *work, const struct sm
         "wider",
         (SMLA_ANY_SHARED_BYTES - SMLA_ANY_FIXED_BYTES) / 4, work->d_qk, work->d_v);
     plan->shared_bytes = (int32_t)shared;
-    split_entries(work, target, 4, plan);
+    int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
+    int64_t wanted = work->batch_invariant ? ceil_div(entries_of(work), INVARIANT_ENTRIES)
+                     : pieces              ? ceil_div(target->multiprocessors * DEPTH, pieces)
+                                           : 1;
+    int64_t most = ceil_div(entries_of(work), ENTRY_STEP);
+    set_splits(work, wanted < most ? wanted : most, ENTRY_STEP, plan);
     return SMLA_OK;
 }
 
+/* The tensor-core kernels, by what they are made for; each is followed by the ones for 32 and 64
+ * heads. `resident` is how many blocks of 16 heads the registers of a multiprocessor hold. */
+static const struct {
+    enum smla_dtype dtype;
+    enum smla_format format;
+    int32_t d_qk;
+    int32_t kernel;
+    int32_t resident;
+} SM80[] = {
+    {SMLA_BFLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_bf16_576_16, 2},
+    {SMLA_BFLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_bf16_512_16, 2},
+    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_16, 3},
+    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_norope_16, 3},
+    {SMLA_BFLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_bf16_fp8_tensor_16, 3},
+    {SMLA_FLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_fp16_576_16, 2},
+    {SMLA_FLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_fp16_512_16, 2},
+    {SMLA_FLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_16, 3},
+    {SMLA_FLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_norope_16, 3},
+    {SMLA_FLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_fp16_fp8_tensor_16, 3},
+};
+
+static bool is_aligned(const struct smla_source *source)
+{
+    return (uintptr_t)source->cache % 16 == 0 && source->block_stride % 16 == 0 &&
+           source->token_stride % 16 == 0;
+}
+
+/* The line of SM80 that takes the work, or -1. */
+static int32_t find_sm80(const struct smla_attend *work)
+{
+    const struct smla_source *source = work->source;
+    if (work->d_v != 512 || (work->q_width[0] != 512 && work->q_width[1] != 0)) return -1;
+    for (int i = 0; i < work->sources; i++)
+        if (source[i].format != source[0].format || !is_aligned(&source[i])) return -1;
+    for (int32_t i = 0; i < (int32_t)(sizeof SM80 / sizeof *SM80); i++)
+        if ((int32_t)SM80[i].dtype == work->q_dtype &&
+            (int32_t)SM80[i].format == source[0].format && SM80[i].d_qk == work->d_qk)
+            return i;
+    return -1;
+}
+
+/* Heads of a block: as few tiles as share the gather, but one of 16 heads each while there are so
+ * few rows that blocks are wanted more than shared reads. */
+static int32_t sm80_heads(const struct smla_attend *work)
+{
+    enum { FEW_PIECES = 16 };
+    bool few = !work->batch_invariant && rows_of(work) * ceil_div(work->heads, 16) <= FEW_PIECES;
+    return work->heads <= 16 || few ? 16 : work->heads <= 32 ? 32 : 64;
+}
+
+/* What `splits` parts of a row cost, in the time of a tile of 16 entries: every round of blocks
+ * its longest part, a block's start and end, and the merging. */
+static double sm80_cost(int64_t pieces, int64_t slots, int64_t entries, int64_t splits)
+{
+    const double start_and_end = 6.0, merging = 0.04;
+    return (double)ceil_div(pieces * splits, slots) *
+               ((double)ceil_div(ceil_div(entries, 16), splits) + start_and_end) +
+           merging * (double)splits;
+}
+
+static void plan_sm80(const struct smla_attend *work, const struct smla_target *target,
+                      int32_t line, struct smla_plan *plan)
+{
+    enum { ENTRY_STEP = 16, INVARIANT_ENTRIES = 256, RESERVED_BYTES = 1024, FEW_SPLITS = 8 };
+    plan->kernel = "sm80";
+    plan->head_tile = sm80_heads(work);
+    plan->kernel_id = SM80[line].kernel + (plan->head_tile == 16   ? 0
+                                           : plan->head_tile == 32 ? 1
+                                                                   : 2);
+    plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
+    int64_t resident = plan->head_tile == 16 ? SM80[line].resident : plan->head_tile == 32 ? 2 : 1;
+    int64_t room = (target->shared_bytes + RESERVED_BYTES) / (plan->shared_bytes + RESERVED_BYTES);
+    if (room < resident) resident = room < 1 ? 1 : room;
+
+    int64_t entries = entries_of(work), wanted = ceil_div(entries, INVARIANT_ENTRIES);
+    if (!work->batch_invariant) {
+        int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
+        int64_t slots = target->multiprocessors * resident;
+        wanted = 1;
+        for (int64_t splits = 2; splits <= MOST_SPLITS && splits <= ceil_div(entries, ENTRY_STEP);
+             splits++)
+            if (sm80_cost(pieces, slots, entries, splits) <
+                sm80_cost(pieces, slots, entries, wanted))
+                wanted = splits;
+    }
+    set_splits(work, wanted, ENTRY_STEP, plan);
+    plan->combine_id = plan->splits <= FEW_SPLITS ? SMLA_KERNEL_SM80_COMBINE
+                                                  : SMLA_KERNEL_SM80_COMBINE_MANY;
+}
+
+/* The kernel for any shape; the tensor-core kernels by name only, until every line of the contract
+ * and every sanitizer has passed on each of them. */
 static enum smla_status plan_gpu(const struct smla_attend *work, const struct smla_target *target,
                                  const char *forced, struct smla_plan *plan,
                                  struct smla_error *error)
 {
-    SMLA_FAIL_IF(forced && strcmp(forced, "any") != 0, error, SMLA_ERROR_VALUE,
-                 "SPARSE_MLA_KERNEL: expected 'any' for tensors on a GPU, got '%s'", forced);
-    SMLA_TRY(plan_any(work, target, plan, error));
-    int64_t blocks = work->batch * work->s_q * ceil_div(work->heads, plan->head_tile);
-    SMLA_FAIL_IF(blocks > INT32_MAX / plan->splits, error, SMLA_ERROR_UNSUPPORTED,
+    bool sm80 = forced && !strcmp(forced, "sm80");
+    SMLA_FAIL_IF(forced && !sm80 && strcmp(forced, "any") != 0, error, SMLA_ERROR_VALUE,
+                 "SPARSE_MLA_KERNEL: expected 'any' or 'sm80' for tensors on a GPU, got '%s'",
+                 forced);
+    int32_t line = sm80 ? find_sm80(work) : -1;
+    SMLA_FAIL_IF(sm80 && line < 0, error, SMLA_ERROR_UNSUPPORTED,
+                 "SPARSE_MLA_KERNEL: sm80 takes bfloat16 and float16 queries of d_qk 576 or 512 "
+                 "(as a pair: 512 and the rest), d_v 512, caches of one format whose rows are "
+                 "aligned to 16 bytes");
+    if (line < 0)
+        SMLA_TRY(plan_any(work, target, plan, error));
+    else
+        plan_sm80(work, target, line, plan);
+    int64_t blocks = rows_of(work) * ceil_div(work->heads, plan->head_tile);
+    SMLA_FAIL_IF(blocks > INT32_MAX / plan->splits || rows_of(work) * work->heads > INT32_MAX / 4,
+                 error, SMLA_ERROR_UNSUPPORTED,
                  "attend: a launch has at most 2^31 blocks, got %lld rows of %d heads; call it for "
                  "parts of them",
-                 (long long)(work->batch * work->s_q), work->heads);
+                 (long long)rows_of(work), work->heads);
     return SMLA_OK;
 }
 

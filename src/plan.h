@@ -12,13 +12,15 @@ struct smla_target {
     struct smla_device device;
     int32_t compute;         /* compute capability of a GPU: 10 * major + minor */
     int32_t multiprocessors; /* of a GPU */
+    int32_t shared_bytes;    /* that a block of a GPU may have */
 };
 
 struct smla_plan {
-    const char *kernel;      /* "cpu_avx2", "any" */
+    const char *kernel;      /* "cpu_avx2", "sm80", "any" */
     int64_t split_entries;   /* entries of a row that one part takes, of each source */
     int64_t workspace_bytes; /* partial results, in memory that the call takes and gives back */
     int32_t kernel_id;       /* the backend's own number for `kernel` */
+    int32_t combine_id;      /* the same of the kernel that merges the splits on a GPU */
     int32_t splits;          /* parts of a row that are merged at the end; 1: none */
     int32_t head_tile;       /* heads that share one gather */
     int32_t launches;        /* kernels on the stream; 0 on the CPU */

@@ -383,7 +383,7 @@ static enum smla_status set_sources(const struct smla_attend_args *args, const s
 }
 
 enum smla_status smla_problem_check(const struct smla_attend_args *args, struct smla_attend *work,
-                                    struct smla_error *error)
+                                    int32_t *row_ndim, struct smla_error *error)
 {
     const struct smla_tensor *indices = &args->source[0].indices;
     const struct smla_tensor *per_row = smla_given(&args->query_positions) ? &args->query_positions
@@ -407,6 +407,7 @@ enum smla_status smla_problem_check(const struct smla_attend_args *args, struct 
         lead.batch = per_row->shape[0];
         lead.s_q = lead.ndim == 2 ? per_row->shape[1] : 1;
     }
+    *row_ndim = lead.ndim;
     SMLA_TRY(set_sources(args, &lead, work, error));
     for (int i = 0; i < work->sources; i++) {
         const struct smla_source_args *source = &args->source[i];
@@ -633,6 +634,23 @@ enum smla_status smla_problem_attend(const struct smla_attend_args *args, struct
     for (int i = 0; i < INPUTS; i++) SMLA_TRY(check_device(inputs[i], &args->q, error));
     for (int i = 0; i < OUTPUTS; i++) SMLA_TRY(check_device(outputs[i], &args->q, error));
     return check_disjoint(outputs, OUTPUTS, inputs, INPUTS, error);
+}
+
+enum smla_status smla_problem_plan(const struct smla_attend *work, struct smla_error *error)
+{
+    REQUIRE(work->heads >= 1 && work->heads <= MAX_HEADS, SMLA_ERROR_VALUE,
+            "heads: expected 1 to %d, got %d", MAX_HEADS, work->heads);
+    REQUIRE(work->d_qk >= 1 && work->d_qk <= MAX_WIDTH, SMLA_ERROR_VALUE,
+            "d_qk: expected 1 to %d, got %d", MAX_WIDTH, work->d_qk);
+    REQUIRE(work->d_v >= 1 && work->d_v <= work->d_qk, SMLA_ERROR_VALUE,
+            "d_v: expected 1 to d_qk = %d, got %d", work->d_qk, work->d_v);
+    for (int i = 0; i < work->sources; i++) {
+        const struct smla_format_info *format = smla_format(work->source[i].format);
+        REQUIRE(!format->d_qk || format->d_qk == work->d_qk, SMLA_ERROR_VALUE,
+                "d_qk: expected %d as rows of %scache_format '%s' have, got %d", format->d_qk,
+                i ? "extra_" : "", format->name, work->d_qk);
+    }
+    return SMLA_OK;
 }
 
 /* -------------------------------------------------------------------------- append, merge */

@@ -433,6 +433,26 @@ CASES = [
     ),
     Case("decode", leading=(2,), heads=16, main=Source(num_blocks=64, block_size=64, topk=2048)),
     Case("decode_fp8", leading=(2,), heads=16, main=replace(FP8, num_blocks=64, topk=2048)),
+    # rows of several tiles and splits, with everything that is done per tile or once at the end
+    *(
+        Case(
+            f"long_{name}",
+            leading=(2,),
+            dtype=dtype,
+            main=replace(source, topk=700, num_blocks=40),
+            extra=replace(source, topk=500, num_blocks=9, block_size=7),
+            logit_cap=20.0,
+            spread=15.0,
+            sink="normal",
+            max_logits="given",
+        )
+        for name, source, dtype in (
+            ("bfloat16", Source(), "bfloat16"),
+            ("float32", Source(), "float32"),
+            ("fp8_float16", FP8, "float16"),
+            ("fp8_float32", FP8, "float32"),
+        )
+    ),
     Case("no_rows", leading=(0,)),  # 27, 72
     Case("no_batch", leading=(0, 2)),
     Case("no_queries", leading=(2, 0)),

@@ -3,7 +3,7 @@
 `check_call` is the whole examination of one call: the fault that has to be raised, the bounds of
 the contract on `out`, `lse` and `max_logits`, the outputs that were given, and that no input was
 written. Arguments are NumPy arrays; `to_framework` makes the same tensors of another framework,
-with the same strides, which share the memory where that is on the CPU.
+with the same strides and alignment, which share the memory where that is on the CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ INDEXING = (
     "extra_block_table",
     "extra_seq_lens",
 )
+ALIGNMENT = 16  # bytes: the most that a kernel asks for
 INF_FROM = {"float16": 65519.9, "bfloat16": 3.38e38, "float32": 3.4e38}
 
 
@@ -58,8 +59,11 @@ def to_framework(value: Any, framework: str = "numpy", device: str = "cpu") -> A
     tensor = torch.from_numpy(value.view(carrier))
     if device != "cpu":
         reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        memory = tensor.as_strided((reach if tensor.numel() else 0,), (1,)).to(device)
-        tensor = memory.as_strided(tensor.shape, tensor.stride())
+        reach = reach if tensor.numel() else 0
+        lead = value.ctypes.data % ALIGNMENT // value.itemsize
+        memory = torch.empty(lead + reach, dtype=tensor.dtype, device=device)
+        memory[lead:].copy_(tensor.as_strided((reach,), (1,)))
+        tensor = memory.as_strided(tensor.shape, tensor.stride(), lead)
     return tensor if dtype is None else tensor.view(dtype)
 
 

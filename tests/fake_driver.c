@@ -15,6 +15,10 @@
 
 enum { DEVICES = 8, DEPTH = 8, NAMES = 64 };
 
+static struct CUevent_st {
+    unsigned long long stream; /* where it was recorded */
+} events[64];
+
 static struct CUctx_st {
     int device;
 } contexts[DEVICES];
@@ -41,6 +45,9 @@ struct {
     char kernel[64];
 } fake_launch;
 int fake_mode_at_load = -1;
+unsigned long long fake_captured; /* a stream that is being captured; 0: none */
+char fake_order[4096];            /* what streams were asked for, in words */
+int fake_events;                  /* made and not destroyed */
 
 int fake_depth(void)
 {
@@ -83,6 +90,14 @@ static CUresult called(const char *name)
     size_t length = strlen(name);
     bool matches = fail && strncmp(fail, name, length) == 0 && fail[length] == '=';
     return matches ? atoi(fail + length + 1) : CUDA_SUCCESS;
+}
+
+static void note(const char *format, unsigned long long one, unsigned long long other)
+{
+    pthread_mutex_lock(&lock);
+    size_t used = strlen(fake_order);
+    snprintf(fake_order + used, sizeof fake_order - used, format, one, other);
+    pthread_mutex_unlock(&lock);
 }
 
 #define CALLED()                                                                                   \
@@ -195,23 +210,76 @@ static CUresult cuCtxSynchronize(void)
 static CUresult cuStreamSynchronize(CUstream stream)
 {
     CALLED();
-    (void)stream;
+    note("host waits for %llu\n", (uintptr_t)stream, 0);
     return CUDA_SUCCESS;
 }
 
 static CUresult cuStreamIsCapturing(CUstream stream, int *status)
 {
     CALLED();
-    (void)stream;
-    *status = CU_STREAM_CAPTURE_STATUS_NONE;
+    bool captured = stream && (uintptr_t)stream == fake_captured;
+    *status = captured ? !CU_STREAM_CAPTURE_STATUS_NONE : CU_STREAM_CAPTURE_STATUS_NONE;
     return CUDA_SUCCESS;
 }
 
-/* Memory of the fake devices is host memory, and none of it is given back. */
+static CUresult cuEventCreate(CUevent *event, unsigned int flags)
+{
+    CALLED();
+    if (flags != CU_EVENT_DISABLE_TIMING) return 1;
+    *event = &events[fake_events++];
+    return CUDA_SUCCESS;
+}
+
+static CUresult cuEventDestroy(CUevent event)
+{
+    CALLED();
+    (void)event;
+    fake_events--;
+    return CUDA_SUCCESS;
+}
+
+static CUresult cuEventRecord(CUevent event, CUstream stream)
+{
+    CALLED();
+    event->stream = (uintptr_t)stream;
+    return CUDA_SUCCESS;
+}
+
+static CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
+{
+    CALLED();
+    note("%llu waits for %llu\n", (uintptr_t)stream, event->stream);
+    return (CUresult)flags;
+}
+
+/* Memory of the fake devices is host memory. */
 static CUresult cuMemAlloc(CUdeviceptr *memory, size_t bytes)
 {
     CALLED();
     *memory = (CUdeviceptr)(uintptr_t)calloc(1, bytes);
+    return CUDA_SUCCESS;
+}
+
+static CUresult cuMemFree(CUdeviceptr memory)
+{
+    CALLED();
+    free((void *)(uintptr_t)memory);
+    return CUDA_SUCCESS;
+}
+
+static CUresult cuMemAllocAsync(CUdeviceptr *memory, size_t bytes, CUstream stream)
+{
+    CALLED();
+    note("%llu takes memory\n", (uintptr_t)stream, 0);
+    *memory = (CUdeviceptr)(uintptr_t)calloc(1, bytes);
+    return CUDA_SUCCESS;
+}
+
+static CUresult cuMemFreeAsync(CUdeviceptr memory, CUstream stream)
+{
+    CALLED();
+    note("%llu gives memory back\n", (uintptr_t)stream, 0);
+    free((void *)(uintptr_t)memory);
     return CUDA_SUCCESS;
 }
 
@@ -324,6 +392,7 @@ static CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction functi
     fake_launch.stream = (uintptr_t)config->hStream;
     fake_launch.device = depth ? stack[depth - 1]->device : -1;
     strcpy(fake_launch.kernel, ((CUkernel)function)->name);
+    note("%llu runs\n", fake_launch.stream, 0);
     return CUDA_SUCCESS;
 }
 

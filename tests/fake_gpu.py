@@ -15,13 +15,13 @@ from capsules import CUDA, Producer
 driver = ctypes.CDLL("libcuda.so.1")
 
 
-def tensor(*shape: int, device: int = 0, offset: int = 0) -> Producer:
+def tensor(*shape: int, device: int = 0, offset: int = 0, kind: type = Producer) -> Producer:
     """A contiguous float32 tensor, `offset` numbers past an address that 32 divides."""
     count = math.prod(shape)
     numbers = np.empty(count + 8 + offset, np.float32)
     begin = -(numbers.ctypes.data // 4) % 8 + offset
     array = numbers[begin : begin + count].reshape(shape)
-    return Producer(array, device=(CUDA, device))
+    return kind(array, device=(CUDA, device))
 
 
 class Launch(ctypes.Structure):
@@ -38,6 +38,19 @@ class Launch(ctypes.Structure):
 
 def last_launch() -> Launch:
     return Launch.in_dll(driver, "fake_launch")
+
+
+def order() -> str:
+    """What streams were asked for since the last call of this, one thing a line."""
+    text = (ctypes.c_char * 4096).in_dll(driver, "fake_order")
+    said = text.value.decode()
+    text.value = b""
+    return said
+
+
+def capture(stream: int) -> None:
+    """Makes that stream the one that is being captured; 0: none."""
+    ctypes.c_ulonglong.in_dll(driver, "fake_captured").value = stream
 
 
 def calls(function: str) -> int:

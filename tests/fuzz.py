@@ -1,6 +1,7 @@
 """Draws whole calls of `attend` at random and compares each with the oracle.
 
     python tests/fuzz.py --cases 100000 --seed 1 --jobs 2
+    python tests/fuzz.py --cases 20000 --seed 1 --jobs 8 --device cuda
 
 A case is drawn from the seed and its number alone, so any can be repeated with --first N --cases 1.
 Every combination of arguments, formats, layouts, faults and garbage can come up; `check_call` in
@@ -11,6 +12,7 @@ test.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -30,14 +32,16 @@ import numpy as np
 
 import sparse_mla
 from cases import CACHE_LAYOUTS, Case, Source, make
-from compare import check_call, snapshot
+from compare import check_call, snapshot, to_framework
+from conftest import cpu_kernels, gpu_kernels
 from sparse_mla import reference
 
 PACKED = list(reference.FORMATS)
 
 
-def kernels() -> list[str]:
-    return [each["name"] for each in sparse_mla.build_info()["cpu_kernels"] if each["runs"]]
+def kernels(device: str = "cpu") -> list[str]:
+    """The kernels that cases are dealt out to, best first; "planned" on a GPU: what plan takes."""
+    return ["planned", *gpu_kernels()] if device == "cuda" else cpu_kernels()
 
 
 # --------------------------------------------------------------------------- drawing
@@ -67,11 +71,12 @@ def draw_source(draw: Draw, formats: list[str], positions: bool, big: bool) -> S
     cache_format = draw.one(*formats)
     block_size = draw.one(1, 2, 3, 4, 5, 7, 8, 16, 17, 32, 64)
     room = 2000 if big else 160
-    num_blocks = draw.between(0, max(1, room // block_size))
+    num_blocks = 0 if draw.chance(0.02) else draw.between(1, max(1, room // block_size))
+    max_blocks = 0 if draw.chance(0.02) else draw.between(1, max(2, room // 3 // block_size))
     paged = draw.chance(0.5)
     seq_lens = paged and draw.chance(0.6)
     everything = seq_lens and positions and draw.chance(0.25)
-    topk = None if everything else draw.one(0, 1, draw.between(2, 40), draw.between(2, 40), 64, 70)
+    topk = None if everything else draw.one(1, 64, 70, *(draw.between(0, 40) for _ in range(5)))
     if topk is not None and big:
         topk = draw.between(100, 1500)
     bytes_of_row = cache_format != "dense"
@@ -83,11 +88,11 @@ def draw_source(draw: Draw, formats: list[str], positions: bool, big: bool) -> S
         topk=topk,
         index_dtype=draw.one("int32", "int64"),
         paged=paged,
-        max_blocks=draw.between(0, max(1, (room if big else 60) // block_size)) if paged else 4,
+        max_blocks=max_blocks if paged else 4,
         seq_lens=seq_lens,
         topk_lens=None if topk is None else draw.one(None, None, "row", "batch"),
-        padding=draw.one(0.0, 0.1, 0.1, 0.5, 0.95, 1.0),
-        holes=draw.one(0.0, 0.1, 0.5),
+        padding=1.0 if draw.chance(0.02) else draw.one(0.0, 0.1, 0.1, 0.1, 0.5, 0.9),
+        holes=draw.one(0.0, 0.1, 0.1, 0.5),
         faults=draw.some(0.3, "index", "slot", "logical", "block", "topk", "seq") if faulty else (),
         magnitude=draw.one(0.1, 1.0, 5.0),
         scales="wild" if "ds_mla" in cache_format and draw.chance(0.2) else "amax",
@@ -100,7 +105,7 @@ def draw_source(draw: Draw, formats: list[str], positions: bool, big: bool) -> S
 
 def draw_case(seed: int, number: int) -> Case:
     draw = Draw(seed, number)
-    big = draw.chance(0.02)
+    big = draw.chance(0.04)
     d_qk = draw.one(576, 576, 512, draw.between(1, 80), draw.one(64, 96, 128, 192, 320))
     formats = ["dense"]
     if d_qk == 576:
@@ -133,7 +138,7 @@ def draw_case(seed: int, number: int) -> Case:
     request_ids = paged and draw.chance(0.4)
     requests = draw.one(None, leading[0] + draw.between(0, 3))
     if request_ids:
-        requests = draw.one(requests, draw.between(0, 4))
+        requests = 0 if draw.chance(0.02) else draw.one(requests, draw.between(1, 4))
     size = draw.between(1, 4)
     return Case(
         leading=leading,
@@ -225,43 +230,77 @@ class Problem:
     seed: int
     kernel: str
     spoilt: bool = False
+    device: str = "cpu"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The framework of the tensors and their device."""
+        return "numpy" if self.device == "cpu" else "torch", self.device
 
 
-def draw_problem(seed: int, number: int, kernel: str | None) -> Problem:
+def draw_problem(seed: int, number: int, kernel: str | None, device: str = "cpu") -> Problem:
     draw = Draw(seed, number, 1)
-    names = kernels()
+    names = kernels(device)
+    case = draw_case(seed, number)
     return Problem(
-        case=draw_case(seed, number),
+        case=without_negative_strides(case) if device == "cuda" else case,
+        device=device,
         seed=draw.between(0, 2**31),
         kernel=kernel or draw.one(*names, names[0]),
         spoilt=draw.chance(0.05),
     )
 
 
+def without_negative_strides(case: Case) -> Case:
+    """The case for PyTorch, which has none."""
+
+    def mend(source: Source | None) -> Source | None:
+        return (
+            replace(source, layout="gapped") if source and source.layout == "reversed" else source
+        )
+
+    return replace(case, main=mend(case.main), extra=mend(case.extra))
+
+
 def failure(problem: Problem) -> str | None:
-    """What is wrong with a call, or None."""
+    """What is wrong with a call, or None. What a kernel on a GPU does not take it may refuse."""
     os.environ["SPARSE_MLA_KERNEL"] = problem.kernel
+    if problem.kernel == "planned":
+        del os.environ["SPARSE_MLA_KERNEL"]
     try:
         arguments = make(problem.case, problem.seed)
         if problem.spoilt:
             run_spoilt(arguments, problem)
         else:
-            check_call(arguments)
+            check_call(arguments, *problem.place)
     except Exception as error:
+        if problem.device == "cuda" and str(error).startswith("SPARSE_MLA_KERNEL: "):
+            return None
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def run_spoilt(arguments: dict[str, Any], problem: Problem) -> None:
-    """A call that may be wrong: it returns, or raises what the contract names and writes nothing."""
+    """A call that may be wrong: it returns, or raises as the contract says and writes nothing."""
     name = spoil(arguments, Draw(problem.seed, 2))
+    arguments = {name: in_place(value, problem) for name, value in arguments.items()}
     before = snapshot(arguments, skip=())
     raised = None
     try:
         sparse_mla.attend(**arguments)
     except (TypeError, ValueError, BufferError, sparse_mla.IndexFault) as error:
         raised = error
-    assert raised is None or snapshot(arguments, skip=()) == before, f"{name}: written, {raised!r}"
+    with contextlib.suppress(sparse_mla.IndexFault):
+        sparse_mla.synchronize()
+    assert raised is None or snapshot(arguments, skip=()) == before, f"{name}: written"
+
+
+def in_place(value: Any, problem: Problem) -> Any:
+    """A spoilt argument on the problem's device, where its framework has such a thing at all."""
+    try:
+        return to_framework(value, *problem.place)
+    except (TypeError, ValueError, RuntimeError):
+        return value
 
 
 # --------------------------------------------------------------------------- making it smaller
@@ -383,19 +422,23 @@ def literal(item: Any, plain: Any) -> str:
 
 def as_test(problem: Problem, text: str, seed: int, number: int) -> str:
     """A failing problem as a test."""
-    call = "check_call(arguments)"
+    where = "" if problem.device == "cpu" else ', "torch", "cuda"'
+    call = f"check_call(arguments{where})"
     imports = "from cases import Case, Source, make\nfrom compare import check_call"
     if problem.spoilt:
-        whole = f"fuzz.Problem(case, {problem.seed}, {problem.kernel!r}, True)"
+        whole = f"fuzz.Problem(case, {problem.seed}, {problem.kernel!r}, True, {problem.device!r})"
         call = f"fuzz.run_spoilt(arguments, {whole})"
         imports = "import fuzz\nfrom cases import Case, Source, make"
+    force = f'setenv("SPARSE_MLA_KERNEL", {problem.kernel!r})'
+    if problem.kernel == "planned":
+        force = 'delenv("SPARSE_MLA_KERNEL", raising=False)'
     message = "\n    ".join(text.splitlines())
     return f'''{imports}
 
 
 def test_fuzz_{seed}_{number}(monkeypatch):
     """{message}"""
-    monkeypatch.setenv("SPARSE_MLA_KERNEL", {problem.kernel!r})
+    monkeypatch.{force}
     case = {literal(problem.case, Case())}
     arguments = make(case, seed={problem.seed})
     {call}
@@ -410,7 +453,7 @@ def work(options: argparse.Namespace) -> int:
     faulthandler.enable()
     for number in range(options.first + options.share, options.first + options.cases, options.jobs):
         print(json.dumps({"at": number}), flush=True)
-        problem = draw_problem(options.seed, number, options.kernel)
+        problem = draw_problem(options.seed, number, options.kernel, options.device)
         if failure(problem) is None:
             continue
         small, text = shrink(problem)
@@ -471,17 +514,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--kernel", help="one kernel for all; otherwise each case draws one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.kernel and options.kernel not in kernels():
-        parser.error(f"--kernel: expected one of {', '.join(kernels())}, got {options.kernel}")
+    names = ", ".join(kernels(options.device))
+    if options.kernel and options.kernel not in kernels(options.device):
+        parser.error(f"--kernel: expected one of {names}, got {options.kernel}")
     if options.share is not None:
         return work(options)
 
     progress = Progress(options)
     command = [sys.executable, __file__, "--cases", str(options.cases), "--seed", str(options.seed)]
     command += ["--first", str(options.first), "--jobs", str(options.jobs)]
+    command += ["--device", options.device]
     if options.kernel:
         command += ["--kernel", options.kernel]
     workers = [
@@ -495,7 +541,7 @@ def main(arguments: list[str] | None = None) -> int:
         listener.join()
     print(
         f"{progress.begun} cases of seed {options.seed}, {len(progress.failed)} mismatches, "
-        f"{progress.seconds():.0f} s, kernels {options.kernel or ', '.join(kernels())}"
+        f"{progress.seconds():.0f} s, kernels {options.kernel or names}"
     )
     return 1 if progress.failed or progress.begun < options.cases else 0
 

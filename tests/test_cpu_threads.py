@@ -1,4 +1,4 @@
-"""What the CPU backend must not depend on: the caller's floating-point mode, forks, other threads."""
+"""What CPU calls must not depend on: the caller's floating-point mode, forks, other threads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import cases
 import numpy as np
 import pytest
 
+import cases
 import sparse_mla
 
 SMALL = cases.make(cases.Case(main=cases.SMALL))

@@ -1,4 +1,4 @@
-"""Every public name says what it does, in the stubs' own signature (mypy's stubtest compares them)."""
+"""Every public name says what it does, and every parameter what it takes."""
 
 import inspect
 

@@ -436,7 +436,7 @@ def test_six_dimensions():
 @TOO_MUCH
 def test_memory_error_is_numpys_own():
     with pytest.raises(MemoryError, match=r"(?i)allocate"):
-        sparse_mla.unpack(np.broadcast_to(numbers(1, 1, 8), (2**41, 1, 8)))
+        sparse_mla.unpack(np.broadcast_to(numbers(1, 1, 8), (2**43, 1, 8)))
 
 
 # ------------------------------------------------------------------------------ PyTorch
@@ -559,7 +559,7 @@ def test_pytorch_subclasses_go_by_dlpack(torch):
 @TOO_MUCH
 def test_memory_error_is_pytorchs_own(torch):
     with pytest.raises(RuntimeError, match=r"allocate memory"):
-        sparse_mla.unpack(torch.ones(1, 1, 8).expand(2**41, 1, 8))
+        sparse_mla.unpack(torch.ones(1, 1, 8).expand(2**43, 1, 8))
 
 
 # ------------------------------------------------------------------------------ JAX
@@ -569,7 +569,8 @@ def test_jax_arrays(jnp):
     import jax
 
     arrays = problem()
-    q, cache, indices = (jnp.asarray(array) for array in arrays[:3])
+    cpu = jax.devices("cpu")[0]
+    q, cache, indices = (jax.device_put(array, cpu) for array in arrays[:3])
     expected = sparse_mla.attend(*arrays[:3], **arrays[3])
     results = sparse_mla.attend(q, cache, indices, **arrays[3])
     assert all(isinstance(result, jax.Array) for result in results)
@@ -688,6 +689,38 @@ def test_cupy(monkeypatch):
     out = ndarray(np.empty((3, 2, 4), np.float32), version=None)
     sparse_mla.attend(q, cache, indices, out=out, **keywords)
     same([out.array], [sparse_mla.attend(q, cache, indices, **keywords)[0]])
+
+
+def test_attributes_of_cupy(monkeypatch):
+    """Another stand-in, for NVIDIA's GPUs: an ndarray is read by its attributes alone."""
+
+    class ndarray:
+        def __init__(self, array):
+            self.array = array
+            self.data = types.SimpleNamespace(ptr=array.ctypes.data, device_id=1)
+            self.shape, self.strides, self.dtype = array.shape, array.strides, array.dtype
+
+    stream = types.SimpleNamespace(ptr=1234)
+    runtime = types.ModuleType("cupy.cuda.runtime")
+    runtime.is_hip = False
+    cupy = types.ModuleType("cupy")
+    cupy.ndarray = ndarray
+    cupy.cuda = types.SimpleNamespace(get_current_stream=lambda device: stream)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", runtime)
+
+    q, cache, indices, keywords = problem()
+    end_at_the_scale(ndarray(q), ndarray(cache[::-1]), ndarray(indices))
+    records = np.zeros((6, 8), [("mark", np.int16), ("number", np.float32)])
+    for error, match, bad in (
+        (ValueError, "at most 5 dimensions, got 6", np.zeros((1,) * 6, np.float32)),
+        (ValueError, "misaligned.*stride of 6 bytes", records["number"]),
+        (ValueError, "float64", cache.astype(np.float64)),
+        (ValueError, "expected a tensor on cuda:1 as q is, got one on cpu:0", None),
+    ):
+        given = cache if bad is None else ndarray(bad)
+        with pytest.raises(error, match=f"kv_cache: .*{match}|float64"):
+            sparse_mla.attend(ndarray(q), given, ndarray(indices), **keywords)
 
 
 def test_managed_memory_is_of_the_device_that_the_driver_names():

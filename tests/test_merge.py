@@ -43,7 +43,7 @@ def draw(
 
 
 def check(outs: list, lses: list, results: tuple[Any, Any], sink: np.ndarray | None = None) -> None:
-    """The oracle's result within one rounding of out and of lse, and a float32's error of weights."""
+    """The oracle's result within one rounding, and what float32 weights may err."""
     want_out, want_lse = reference.merge(outs, lses, attn_sink=sink)
     out, lse = (to_numpy(each) for each in results)
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-22}[out.dtype.name]

@@ -60,6 +60,20 @@ def test_quickstart(run, capsys):
     assert "fp8_ds_mla            656" in printed
 
 
+def test_frameworks(run, capsys):
+    names = run("frameworks.ipynb")
+    assert "numpy" in names["results"]
+    assert all(difference < 1e-4 for difference in names["differences"].values())
+    assert names["same_address"] and all(names["same_address"].values())
+    assert names["sees_change"] and all(names["sees_change"].values())
+    for name in names["frameworks"]:
+        assert type(names["results"][name][0]).__module__.startswith(name.partition(".")[0][:3])
+    printed = capsys.readouterr().out
+    if "torch" in names["frameworks"]:
+        assert "one memory: True" in printed
+        assert "q.detach()" in printed
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
 def test_stored_form(path):
     """Small enough for a repository, without errors, and of no particular machine."""

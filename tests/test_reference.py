@@ -189,13 +189,15 @@ def test_attention_number_by_number() -> None:
     for t, h in ((0, 0), (2, 3)):
         k = [rows[i] for i in arguments["indices"][t] if i >= 0]
         s = [
-            scale * math.fsum(a * b for a, b in zip(arguments["q"][t, h].astype(float), x))
+            scale
+            * math.fsum(a * b for a, b in zip(arguments["q"][t, h].astype(float), x, strict=True))
             for x in k
         ]
         s = [cap * math.tanh(x / cap) for x in s]
         lse = math.log(math.fsum(math.exp(x) for x in s))
         sink = 1 / (1 + math.exp(float(arguments["attn_sink"][h]) - lse))
-        out = [sink * math.fsum(math.exp(x - lse) * v[d] for x, v in zip(s, k)) for d in range(512)]
+        p = [sink * math.exp(x - lse) for x in s]
+        out = [math.fsum(x * v[d] for x, v in zip(p, k, strict=True)) for d in range(512)]
         np.testing.assert_allclose(want.lse[t, h], lse, rtol=1e-12)
         np.testing.assert_allclose(want.max_logits[t, h], max(s), rtol=1e-12)
         np.testing.assert_allclose(want.out[t, h], out, rtol=1e-9, atol=1e-12)

@@ -92,6 +92,38 @@ def attend(
     batch_invariant: bool = False,
     stream: int | SupportsCudaStream | None = None,
 ) -> tuple[T, T]: ...
+def attend_for_flash_mla(
+    q: T | tuple[T, T],
+    kv_cache: SupportsDLPack,
+    indices: SupportsDLPack | None,
+    *,
+    softmax_scale: float,
+    cache_format: str | None = None,
+    head_dim_v: int | None = None,
+    block_table: SupportsDLPack | None = None,
+    request_ids: SupportsDLPack | None = None,
+    seq_lens: SupportsDLPack | None = None,
+    query_positions: SupportsDLPack | None = None,
+    shard: tuple[int, int, int] | None = None,
+    max_seq_len: int | None = None,
+    topk_lens: SupportsDLPack | None = None,
+    attn_sink: SupportsDLPack | None = None,
+    logit_cap: float = 0.0,
+    cache_scale: float | None = None,
+    extra_kv_cache: SupportsDLPack | None = None,
+    extra_indices: SupportsDLPack | None = None,
+    extra_topk_lens: SupportsDLPack | None = None,
+    extra_cache_format: str | None = None,
+    extra_cache_scale: float | None = None,
+    extra_block_table: SupportsDLPack | None = None,
+    extra_seq_lens: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    lse: SupportsDLPack | None = None,
+    max_logits: SupportsDLPack | None = None,
+    validate: Literal["deferred", "raise", "record", "mask"] = "deferred",
+    batch_invariant: bool = False,
+    stream: int | SupportsCudaStream | None = None,
+) -> tuple[T, T]: ...
 def merge(
     outs: Sequence[T],
     lses: Sequence[T],
@@ -100,9 +132,7 @@ def merge(
     out: SupportsDLPack | None = None,
     lse: SupportsDLPack | None = None,
 ) -> tuple[T, T]: ...
-def pack(
-    rows: T, *, cache_format: str, block_size: int, cache_scale: float | None = None
-) -> T: ...
+def pack(rows: T, *, cache_format: str, block_size: int, cache_scale: float | None = None) -> T: ...
 def unpack(
     kv_cache: T, *, cache_format: str | None = None, cache_scale: float | None = None
 ) -> T: ...
@@ -157,3 +187,10 @@ def load(device: object = None) -> None: ...
 def build_info() -> BuildInfo: ...
 def devices() -> list[dict[str, Any]]: ...
 def cpu_peak(kernel: str) -> float: ...
+def gather(
+    kv_cache: SupportsDLPack,
+    indices: SupportsDLPack,
+    out: SupportsDLPack,
+    *,
+    stream: int | SupportsCudaStream | None = None,
+) -> None: ...

@@ -8,7 +8,8 @@ Where a result comes from, when the caller gave no ``out``:
 - PyTorch tensors, subclasses included: ``torch.empty`` on the tensor's device;
 - NumPy arrays: ``numpy.empty`` (done in C);
 - CuPy arrays: ``cupy.empty`` on the array's device;
-- JAX arrays, which are immutable, on the CPU: a NumPy array, which ``finish`` hands to JAX;
+- JAX arrays, which are immutable, on the CPU: a NumPy array, which ``finish`` hands to JAX; on a
+  GPU: memory of the driver's, which ``adopt`` hands to JAX;
 - any other object on the CPU: a NumPy array; on a GPU: nothing, ``out`` and ``lse`` must be given.
 """
 
@@ -77,17 +78,42 @@ def finish(like: Any, array: Any) -> Any:
     return jax.device_put(array, next(iter(like.devices())))
 
 
-def current_stream(like: Any, device: int) -> int:
-    """The CUDA stream (a cudaStream_t) on which ``like``'s framework works now; 0: legacy."""
-    if _is(like, "torch", "Tensor"):
-        import torch
+class _Buffer:
+    """Device memory in a DLPack capsule, as an object that ``jax.dlpack.from_dlpack`` takes.
 
-        return torch.cuda.current_stream(device).cuda_stream
-    if _is(like, "cupy", "ndarray"):
-        import cupy
+    The launch that wrote it has been waited for, so that it is ready on any stream.
+    """
 
-        return cupy.cuda.get_current_stream(device).ptr
-    return 0
+    def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
+        self.capsule = capsule
+        self.device = device
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+
+def adopt(like: Any, capsule: Any) -> Any:
+    """The JAX array, on ``like``'s GPU, that owns the memory of a DLPack capsule."""
+    import jax
+
+    return jax.dlpack.from_dlpack(_Buffer(capsule, like.__dlpack_device__()))
+
+
+def torch_stream(device: int) -> int:
+    """The CUDA stream (a cudaStream_t) on which PyTorch works now; 0: legacy."""
+    import torch
+
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def cupy_stream(device: int) -> int:
+    """The CUDA stream (a cudaStream_t) on which CuPy works now; 0: legacy."""
+    import cupy
+
+    return cupy.cuda.get_current_stream(device).ptr
 
 
 def why_not(tensor: Any) -> str | None:

@@ -1,5 +1,8 @@
 """`python -m sparse_mla bench`: what a call costs, beside compositions of a framework's own calls.
 
+This is the benchmark of the CPU, and what it shares with that of a GPU (bench_gpu.py), which
+`--device cuda` chooses.
+
 Every call reads its own random index set over a cache that is much larger than the last-level
 cache, so the rows come from memory, as they do between the layers of a model. The subjects
 (sparse_mla, NumPy, PyTorch) take turns on the same index sets with the same number of threads, and
@@ -17,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,14 +63,18 @@ class Case:
         return FORMATS[self.format][2]
 
     @property
+    def entries(self) -> int:
+        """Cache rows that a call gathers."""
+        return self.batch * self.topk
+
+    @property
     def bytes(self) -> int:
-        """Of cache rows that a call gathers."""
-        return self.batch * self.topk * self.row_bytes
+        return self.entries * self.row_bytes
 
     @property
     def flops(self) -> int:
         """Of the two products: a multiply-add is two."""
-        return 2 * self.batch * self.topk * self.heads * (D_QK + D_V)
+        return 2 * self.entries * self.heads * (D_QK + D_V)
 
 
 @dataclass(frozen=True)
@@ -205,19 +213,13 @@ def numpy_subject(case: Case, inputs: Inputs) -> tuple[Call, Result]:
     return call, lambda result: result
 
 
-def torch_subject(case: Case, inputs: Inputs) -> tuple[Call, Result]:
-    """index_select, for fp8 a dequantisation to bfloat16, matmul, softmax, matmul."""
-    import numpy as np
+def torch_composition(case: Case, q: Any, cache: Any) -> Callable[[Any], Any]:
+    """index_select, for fp8 a dequantisation to bfloat16, matmul, softmax, matmul.
+
+    The out of q (rows, heads, d_qk) over a cache (slots, row), as a function of the indices
+    (rows, topk); on any device.
+    """
     import torch
-
-    def tensor(array: Any) -> Any:
-        if array.dtype.name != "bfloat16":
-            return torch.from_numpy(array)
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-
-    cache = tensor(inputs.kv_cache.reshape(-1, inputs.kv_cache.shape[-1]))
-    q = tensor(inputs.q)
-    indices = [torch.from_numpy(each) for each in inputs.indices]
 
     def widen(rows: Any) -> Any:
         if case.format != "fp8":
@@ -228,13 +230,28 @@ def torch_subject(case: Case, inputs: Inputs) -> tuple[Call, Result]:
         rope = rows[:, 528:].view(torch.bfloat16)
         return torch.cat((latent.view(-1, 512).to(torch.bfloat16), rope), dim=1)
 
-    def call(i: int) -> Any:
-        rows = widen(cache.index_select(0, indices[i].view(-1)))
-        rows = rows.view(case.batch, case.topk, D_QK)
+    def compute(indices: Any) -> Any:
+        rows = widen(cache.index_select(0, indices.view(-1)))
+        rows = rows.view(q.shape[0], case.topk, D_QK)
         scores = torch.matmul(q, rows.transpose(1, 2)) * SOFTMAX_SCALE
         return torch.matmul(torch.softmax(scores, dim=-1), rows[..., :D_V])
 
-    return call, lambda result: result.float().numpy()
+    return compute
+
+
+def torch_subject(case: Case, inputs: Inputs) -> tuple[Call, Result]:
+    import numpy as np
+    import torch
+
+    def tensor(array: Any) -> Any:
+        if array.dtype.name != "bfloat16":
+            return torch.from_numpy(array)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+    cache = tensor(inputs.kv_cache.reshape(-1, inputs.kv_cache.shape[-1]))
+    indices = [torch.from_numpy(each) for each in inputs.indices]
+    compute = torch_composition(case, tensor(inputs.q), cache)
+    return lambda i: compute(indices[i]), lambda result: result.float().numpy()
 
 
 # ------------------------------------------------------------------------------ measuring
@@ -286,10 +303,17 @@ def set_threads(threads: int, subjects: list[str]) -> None:
         torch.set_num_threads(threads)
 
 
+def multiply_adds(kernel: str, threads: int) -> float:
+    """Multiply-adds a second of all threads at once: they may share the units of one core."""
+    from . import _core
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(_core.cpu_peak, [kernel] * threads))
+
+
 def cpu_facts(options: argparse.Namespace) -> dict[str, Any]:
     """What the times depend on; `kernels` has the kernel of each format and its ceiling."""
     import sparse_mla
-    from sparse_mla import _core
 
     kernels, peaks = {}, {}
     for name in options.formats:
@@ -297,7 +321,7 @@ def cpu_facts(options: argparse.Namespace) -> dict[str, Any]:
         shape = {"batch": 1, "heads": 16, "topk": options.topk}
         kernel = sparse_mla.plan(**shape, dtype=dtype, cache_format=cache_format)["kernel"]
         if kernel not in peaks:
-            peaks[kernel] = 2 * options.threads * _core.cpu_peak(kernel)
+            peaks[kernel] = 2 * multiply_adds(kernel, options.threads)
         kernels[name] = {
             "kernel": kernel,
             "instruction_set": info.instruction_set(kernel),
@@ -461,9 +485,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Times attend on this machine's CPU beside compositions in NumPy and PyTorch "
         "(gather, two matrix products, softmax), with the same threads and the same index sets. "
         "Times are the median of several repeats.",
+        epilog="`--device cuda --help` tells what the benchmark of a GPU takes.",
     )
     several = {"nargs": "+", "metavar": "N", "type": positive}
     add = parser.add_argument
+    add("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     add("--quick", action="store_true", help="two formats, 16 and 128 heads, few repeats")
     add("--formats", nargs="+", choices=FORMATS, help="caches (default: all)")
     add("--heads", **several, help="default: 1 8 16 64 128")
@@ -519,6 +545,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code: 0, 1 for a wrong result, 2 for bad usage."""
+    which = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    which.add_argument("--device", nargs="?", default="cpu")
+    if which.parse_known_args(argv)[0].device not in (None, "cpu"):
+        from . import bench_gpu
+
+        return bench_gpu.main(argv)
     options = parse(argv)
     try:
         run(options)

@@ -179,7 +179,7 @@ def encode(
 
 
 class Cause(IntEnum):
-    """Why an entry is masked. The order is the order of the tests: the first that holds names it."""
+    """Why an entry is masked."""
 
     VALID = 0
     PADDING = 1
@@ -510,7 +510,8 @@ class Attention:
     With u = 2^-8 (bfloat16), 2^-11 (float16), 2^-21 (float32) by q's dtype, p the weights and
     delta = 2^-20 · max_j(softmax_scale · sum_d |q_d k_jd|), another result may differ by
 
-        bound_out = 1e-5 (float32: 1e-7) + u |out| + 2u sqrt(sum_j (p_j v_j)²) + 2 delta sum_j p_j |v_j|
+        bound_out = 1e-5 (float32: 1e-7) + u |out| + 2u sqrt(sum_j (p_j v_j)²)
+                    + 2 delta sum_j p_j |v_j|
         bound_lse = 1e-6 + 8.01/65536 |lse| + delta
     """
 
@@ -614,7 +615,7 @@ def attend(
     indices: np.ndarray | None,
     **arguments: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """out (*leading, heads, d_v) and lse (*leading, heads) of `attention`, whose arguments it takes."""
+    """out (*leading, heads, d_v) and lse (*leading, heads); the arguments are `attention`'s."""
     result = attention(q, kv_cache, indices, **arguments)
     return result.out, result.lse
 

@@ -125,9 +125,10 @@ static void load_query(const struct call *call, struct smla_tile *tile, struct p
 static void attend_rows(const struct call *call, struct scratch *scratch, struct smla_part *part,
                         int32_t count)
 {
-    for (int32_t done = 0; done < count; done += SMLA_TILE_ENTRIES)
+    const int32_t step = call->layout.tile_entries;
+    for (int32_t done = 0; done < count; done += step)
         call->kernel->attend(&scratch->tile, part, scratch->rows + done,
-                             smaller(count - done, SMLA_TILE_ENTRIES), count - done);
+                             smaller(count - done, step), count - done);
 }
 
 /* Makes `part` the attention over entries [split * split_entries, ...) of the row, of each

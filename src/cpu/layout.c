@@ -1,5 +1,6 @@
 #include "layout.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "cpu.h"
@@ -12,6 +13,7 @@ enum {
     LEAST_SPLIT = 4 * SMLA_TILE_ENTRIES,     /* entries that are worth a part of their own */
     INVARIANT_SPLIT = 8 * SMLA_TILE_ENTRIES, /* the same with batch_invariant: many rows pay it */
     INVARIANT_SPLITS = 16,                   /* at most */
+    EXACT_TILE = 16,                         /* entries of a tile for float32 queries */
     LEAST_HEADS = 16,                        /* heads that are worth a gather of their own */
     TASKS_A_THREAD = 4,                      /* so that threads finish at about the same time */
     MOST_WORKSPACE = 128 << 20,              /* bytes */
@@ -37,9 +39,18 @@ size_t smla_aligned(size_t bytes)
     return (bytes + SMLA_ALIGNMENT - 1) / SMLA_ALIGNMENT * SMLA_ALIGNMENT;
 }
 
+/* Float32 results are held to 2^-21, and equal numbers that are added one after another err alike:
+ * the chain of additions is shortest where a tile has few entries, and a split about as many tiles
+ * as the row has splits. */
+static int64_t exact_split(int64_t entries)
+{
+    const int64_t tiles = (int64_t)sqrt((double)ceil_div(entries, EXACT_TILE));
+    return round_up(at_least(tiles * EXACT_TILE, LEAST_SPLIT), SMLA_TILE_ENTRIES);
+}
+
 /* Whole tiles. With batch_invariant the number of rows has no say; without it, few rows are split
  * until there is work for many cores. */
-static int64_t split_entries(const struct smla_attend *work, int64_t entries)
+static int64_t share_of_split(const struct smla_attend *work, int64_t entries)
 {
     if (work->batch_invariant) {
         const int64_t share = ceil_div(entries, INVARIANT_SPLITS);
@@ -48,6 +59,12 @@ static int64_t split_entries(const struct smla_attend *work, int64_t entries)
     const int64_t parts = work->batch * work->s_q * ceil_div(work->heads, PART_HEADS);
     const int64_t splits = ceil_div(ENOUGH_PARTS, at_least(parts, 1));
     return round_up(at_least(ceil_div(entries, splits), LEAST_SPLIT), SMLA_TILE_ENTRIES);
+}
+
+static int64_t split_entries(const struct smla_attend *work, int64_t entries)
+{
+    const int64_t share = share_of_split(work, entries), exact = exact_split(entries);
+    return work->q_dtype == SMLA_FLOAT32 && exact < share ? exact : share;
 }
 
 /* As many heads as leave tasks enough, since every tile of heads gathers the entries anew. */
@@ -117,6 +134,7 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
     layout->tiles = (int32_t)ceil_div(work->heads, plan->head_tile);
     layout->splits = plan->splits;
     layout->split_entries = plan->split_entries;
+    layout->tile_entries = work->q_dtype == SMLA_FLOAT32 ? EXACT_TILE : SMLA_TILE_ENTRIES;
     const size_t heads = (size_t)plan->head_tile;
     const size_t pitch = (size_t)layout->shape.pitch * sizeof(float);
     const size_t pair_pitch = (size_t)layout->shape.pair_pitch * sizeof(uint16_t);

@@ -16,8 +16,9 @@ struct smla_cpu_layout {
     int32_t splits;         /* of a row's entries */
     bool apart;             /* splits are tasks of their own, whose results wait in a workspace */
     int64_t split_entries;
-    size_t parts;       /* in the workspace: of rows, head tiles and splits; 0: none */
-    size_t query_bytes; /* buffers of a thread, multiples of SMLA_ALIGNMENT */
+    int32_t tile_entries; /* at most SMLA_TILE_ENTRIES */
+    size_t parts;         /* in the workspace: of rows, head tiles and splits; 0: none */
+    size_t query_bytes;   /* buffers of a thread, multiples of SMLA_ALIGNMENT */
     size_t keys_bytes;
     size_t pairs_bytes;
     size_t scores_bytes;

@@ -32,6 +32,18 @@ static void set_workspace(struct smla_gpu_attend *launch, void *workspace)
     launch->part_sum = launch->part_max + parts;
 }
 
+/* Blocks that merge `heads` heads of all rows: any_combine loops over them, a warp of sm80_combine
+ * takes a quarter of one, a block of sm80_combine_many too. */
+static int64_t combine_blocks(const struct smla_plan *plan, int64_t heads)
+{
+    enum { QUARTERS = 4, WARPS = 8 };
+    switch (plan->combine_id) {
+    case SMLA_KERNEL_SM80_COMBINE: return (heads * QUARTERS + WARPS - 1) / WARPS;
+    case SMLA_KERNEL_SM80_COMBINE_MANY: return heads * QUARTERS;
+    default: return smla_gpu_blocks(SMLA_KERNEL_COMBINE, heads);
+    }
+}
+
 static enum smla_status launch_attend(const struct smla_gpu_scope *scope,
                                       const struct smla_gpu_attend *launch,
                                       const struct smla_plan *plan, uintptr_t stream,
@@ -43,9 +55,8 @@ static enum smla_status launch_attend(const struct smla_gpu_scope *scope,
                              rows * launch->head_tiles * launch->splits, plan->shared_bytes, stream,
                              launch, error));
     if (launch->splits == 1) return SMLA_OK;
-    return smla_gpu_launch(scope, SMLA_KERNEL_COMBINE,
-                           smla_gpu_blocks(SMLA_KERNEL_COMBINE, rows * work->heads), 0, stream,
-                           launch, error);
+    return smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->combine_id,
+                           combine_blocks(plan, rows * work->heads), 0, stream, launch, error);
 }
 
 enum smla_status smla_gpu_attend(const struct smla_attend *work, const struct smla_plan *plan,
@@ -81,11 +92,19 @@ bool smla_gpu_has_fault(int32_t device, enum smla_gpu_record record)
 
 bool smla_gpu_take_fault(int32_t device, enum smla_gpu_record record, struct smla_fault *fault)
 {
+    static pthread_mutex_t taking = PTHREAD_MUTEX_INITIALIZER;
     if (!smla_gpu_has_fault(device, record)) return false;
     struct smla_fault_slot *slot = &smla_gpu_memory(device)->faults[record];
-    *fault = slot->fault;
-    /* of two threads that look at once, one takes it */
-    return __atomic_exchange_n(&slot->full, 0, __ATOMIC_ACQ_REL) != 0;
+    /* Of two threads that look at once, one takes it: a slot that was given back is written anew
+     * while the other would still read it. */
+    pthread_mutex_lock(&taking);
+    bool taken = __atomic_load_n(&slot->full, __ATOMIC_ACQUIRE);
+    if (taken) {
+        *fault = slot->fault;
+        __atomic_store_n(&slot->full, 0, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&taking);
+    return taken;
 }
 
 enum smla_status smla_gpu_capturing(int32_t device, uintptr_t stream, bool *capturing,

@@ -12,6 +12,7 @@ typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
+typedef struct CUevent_st *CUevent;
 typedef struct CUlib_st *CUlibrary;
 typedef struct CUkern_st *CUkernel;
 typedef struct CUfunc_st *CUfunction;
@@ -43,6 +44,7 @@ enum {
 
 enum { CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9 };
 enum { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
+enum { CU_EVENT_DISABLE_TIMING = 2 };
 enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2, CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 enum { CU_MEMHOSTALLOC_PORTABLE = 1, CU_MEMHOSTALLOC_DEVICEMAP = 2 };
 enum { CU_GET_PROC_ADDRESS_LEGACY_STREAM = 1 };
@@ -76,7 +78,14 @@ typedef struct {
     X(cuCtxSynchronize, 2000, (void))                                                              \
     X(cuStreamSynchronize, 2000, (CUstream stream))                                                \
     X(cuStreamIsCapturing, 10000, (CUstream stream, int *status))                                  \
+    X(cuStreamWaitEvent, 3020, (CUstream stream, CUevent event, unsigned int flags))               \
+    X(cuEventCreate, 2000, (CUevent * event, unsigned int flags))                                  \
+    X(cuEventRecord, 2000, (CUevent event, CUstream stream))                                       \
+    X(cuEventDestroy, 4000, (CUevent event))                                                       \
     X(cuMemAlloc, 3020, (CUdeviceptr * memory, size_t bytes))                                      \
+    X(cuMemFree, 3020, (CUdeviceptr memory))                                                       \
+    X(cuMemAllocAsync, 11020, (CUdeviceptr * memory, size_t bytes, CUstream stream))               \
+    X(cuMemFreeAsync, 11020, (CUdeviceptr memory, CUstream stream))                                \
     X(cuMemHostAlloc, 2020, (void **memory, size_t bytes, unsigned int flags))                     \
     X(cuMemHostGetDevicePointer, 3020, (CUdeviceptr * device, void *host, unsigned int flags))     \
     X(cuMemsetD8Async, 3020,                                                                       \

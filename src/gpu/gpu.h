@@ -85,6 +85,38 @@ bool smla_gpu_take_fault(int32_t device, enum smla_gpu_record record, struct sml
 enum smla_status smla_gpu_capturing(int32_t device, uintptr_t stream, bool *capturing,
                                     struct smla_error *error);
 
+/* The streams of one call, each a CUstream (0: legacy). */
+struct smla_gpu_streams {
+    uintptr_t launch;    /* where its kernels go */
+    uintptr_t current;   /* where q's framework orders the memory that it hands out */
+    uintptr_t others[4]; /* what the launch has to be ordered with */
+    int32_t count;       /* of others */
+    bool given;          /* `launch` is the caller's choice, and so is the order of the tensors */
+    bool pooled;         /* q's framework cannot order a workspace with it: smla_gpu_borrow */
+    bool join;           /* the others wait for the launch too */
+    bool wait;           /* the host waits for the launch */
+};
+
+/* Before the launch: it waits for what is on the other streams. While `launch` is captured, only
+ * for those of the same capture; a captured stream before a launch that is not is an error. */
+enum smla_status smla_gpu_fork(struct smla_gpu_streams *streams, int32_t device,
+                               struct smla_error *error);
+
+/* After the launch: the others, and the host, wait for it where the streams say so. */
+enum smla_status smla_gpu_join(const struct smla_gpu_streams *streams, int32_t device,
+                               struct smla_error *error);
+
+/* Memory of the driver's stream-ordered pool, for work on that stream. */
+enum smla_status smla_gpu_borrow(int64_t bytes, int32_t device, uintptr_t stream, void **memory,
+                                 struct smla_error *error);
+enum smla_status smla_gpu_return(void *memory, int32_t device, uintptr_t stream,
+                                 struct smla_error *error);
+
+/* Memory that no stream owns. smla_gpu_free waits until the device has finished with it. */
+enum smla_status smla_gpu_allocate(int64_t bytes, int32_t device, void **memory,
+                                   struct smla_error *error);
+void smla_gpu_free(void *memory, int32_t device);
+
 /* The launches of `plan` on a stream (a CUstream; 0: legacy), without waiting for them. `workspace`
  * is plan->workspace_bytes of device memory that stay until they are done. work->record says
  * whether faults go to `record`. */
@@ -110,6 +142,13 @@ enum smla_status smla_gpu_unpack(const struct smla_source *source, enum smla_dty
 /* Fills memory with zeros on a stream. */
 enum smla_status smla_gpu_clear(void *memory, int64_t bytes, int32_t device, uintptr_t stream,
                                 struct smla_error *error);
+
+/* Reads the rows of `cache` (its last dimension) that `indices` names and does nothing else, for
+ * bench: `out` gets one word of each block, so it says how many blocks there are at most. Without
+ * rows a kernel that does nothing is launched. Checks the tensors. */
+enum smla_status smla_gpu_gather(const struct smla_tensor *cache, const struct smla_tensor *indices,
+                                 const struct smla_tensor *out, uintptr_t stream,
+                                 struct smla_error *error);
 
 /* smla_cpu_merge on a stream (a CUstream; 0: legacy), without waiting for it. */
 enum smla_status smla_gpu_merge(const struct smla_merge *work, int32_t device, uintptr_t stream,

@@ -34,4 +34,12 @@ const struct smla_gpu_kernel_info smla_gpu_kernels[SMLA_GPU_KERNELS] = {
     [SMLA_KERNEL_RESOLVE] = {"any_check", "any_resolve", 128, 0},
     [SMLA_KERNEL_APPEND] = {"any_cache", "any_append", 128, 0},
     [SMLA_KERNEL_UNPACK] = {"any_cache", "any_unpack", 128, 0},
-};
+    [SMLA_KERNEL_GATHER] = {"any_gather", "any_gather", 128, 0},
+    [SMLA_KERNEL_SM80_COMBINE] = {"sm80_combine", "sm80_combine", 256, 0},
+    [SMLA_KERNEL_SM80_COMBINE_MANY] = {"sm80_combine", "sm80_combine_many", 256, 0},
+#define DENSE(name, heads, threads, shared_bytes)                                                  \
+    [SMLA_KERNEL_##name] = {"sm80_dense", #name, threads, shared_bytes},
+    SMLA_SM80_DENSE_KERNELS(DENSE)
+#define FP8(name, heads, threads, shared_bytes)                                                    \
+    [SMLA_KERNEL_##name] = {"sm80_fp8", #name, threads, shared_bytes},
+        SMLA_SM80_FP8_KERNELS(FP8)};

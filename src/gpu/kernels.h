@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "sm80_kernels.h"
+
 enum smla_gpu_kernel {
     SMLA_KERNEL_MERGE,
     SMLA_KERNEL_MERGE_VECTOR,
@@ -16,7 +18,13 @@ enum smla_gpu_kernel {
     SMLA_KERNEL_RESOLVE,
     SMLA_KERNEL_APPEND,
     SMLA_KERNEL_UNPACK,
-    SMLA_GPU_KERNELS /* how many */
+    SMLA_KERNEL_GATHER,
+    SMLA_KERNEL_SM80_COMBINE,
+    SMLA_KERNEL_SM80_COMBINE_MANY,
+#define SMLA_KERNEL(name, heads, threads, shared_bytes) SMLA_KERNEL_##name,
+    SMLA_SM80_KERNELS(SMLA_KERNEL)
+#undef SMLA_KERNEL
+        SMLA_GPU_KERNELS /* how many */
 };
 
 struct smla_gpu_kernel_info {
