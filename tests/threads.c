@@ -55,9 +55,10 @@ static enum smla_status attend(struct result *result, struct smla_error *error)
         .has_head_dim_v = true,
     };
     struct smla_attend work;
+    const struct smla_target target = {.device = args.q.device};
     struct smla_plan plan;
     SMLA_TRY(smla_problem_attend(&args, &work, error));
-    SMLA_TRY(smla_plan_attend(&work, args.q.device, NULL, &plan, error));
+    SMLA_TRY(smla_plan_attend(&work, &target, NULL, &plan, error));
     return smla_cpu_attend(&work, &plan, error);
 }
 
