@@ -111,15 +111,15 @@ def expected_fault(arguments: dict[str, Any]) -> reference.Fault | None:
 def excess(got: NDArray, want: NDArray, bound: NDArray, dtype: str = "float32") -> NDArray:
     """How far a result is away, in units of what is allowed; infinite where one of the two is NaN.
 
-    Where the exact value does not fit `dtype`, infinity of its sign is right as well.
+    Where a value that is allowed does not fit `dtype`, infinity of its sign is right as well.
     """
     got = got.astype(np.float64)
     with np.errstate(all="ignore"):
         ratio = np.abs(got - want) / bound
         special = ~np.isfinite(want)
         same = (got == want) | (np.isnan(got) & np.isnan(want))
-        over = np.isinf(got) & (np.sign(got) == np.sign(want))
-        ratio = np.where(over & (np.abs(want) + bound >= INF_FROM[dtype]), 0, ratio)
+        over = np.isinf(got) & (np.sign(got) * want + bound >= INF_FROM[dtype])
+        ratio = np.where(over, 0, ratio)
     ratio = np.where(special, np.where(same, 0, np.inf), ratio)
     return np.where(np.isnan(ratio), np.inf, ratio)
 
