@@ -218,6 +218,11 @@ def test_bench(tmp_path, capsys):
         assert result["flops"] == 2 * case.batch * 64 * 2 * (576 + 512)
         assert set(result["seconds"]) == {"sparse_mla", "numpy"}
         assert all(0 < seconds < 10 for seconds in result["median_seconds"].values())
+        own = result["seconds"]["sparse_mla"]
+        assert len(result["peak_flops"]) == len(own) >= 1
+        assert min(result["peak_flops"]) > 1e8
+        shares = [case.flops / s / p for s, p in zip(own, result["peak_flops"], strict=True)]
+        assert min(shares) <= result["share_of_peak"] <= max(shares)
 
 
 @pytest.mark.usefixtures("own_environment")

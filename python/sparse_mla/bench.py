@@ -6,12 +6,14 @@ This is the benchmark of the CPU, and what it shares with that of a GPU (bench_g
 Every call reads its own random index set over a cache that is much larger than the last-level
 cache, so the rows come from memory, as they do between the layers of a model. The subjects
 (sparse_mla, NumPy, PyTorch) take turns on the same index sets with the same number of threads, and
-what they compute is compared before a time is printed.
+what they compute is compared before a time is printed. The ceiling, multiply-adds on registers
+alone, takes its turn among them: what slows the machine down slows it down, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -258,25 +260,27 @@ def torch_subject(case: Case, inputs: Inputs) -> tuple[Call, Result]:
 
 
 def time_in_turns(
-    calls: dict[str, Call], sets: int, repeats: int, seconds: float
-) -> dict[str, list[float]]:
-    """Seconds a call of every subject, one number for each repeat.
+    calls: dict[str, Call], peak: Callable[[], float], sets: int, repeats: int, seconds: float
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds a call of every subject, and what `peak` returned, one number for each repeat.
 
     A repeat runs each index set once. The subjects take turns repeat by repeat, so that a
     disturbance of the machine meets them all; once `seconds` for each subject are over and three
     repeats done, no more are begun.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
+    peaks = []
     begin = time.perf_counter()
     for repeat in range(repeats):
         if repeat >= 3 and time.perf_counter() - begin > seconds * len(calls):
             break
+        peaks.append(peak())
         for name, call in calls.items():
             start = time.perf_counter()
             for i in range(sets):
                 call(i)
             times[name].append((time.perf_counter() - start) / sets)
-    return times
+    return times, peaks
 
 
 # ------------------------------------------------------------------------------ the machine
@@ -303,12 +307,13 @@ def set_threads(threads: int, subjects: list[str]) -> None:
         torch.set_num_threads(threads)
 
 
-def multiply_adds(kernel: str, threads: int) -> float:
-    """Multiply-adds a second of all threads at once: they may share the units of one core."""
+def peak_flops(kernel: str, threads: int) -> float:
+    """Twice the multiply-adds a second of all threads at once: they may share the units of one
+    core."""
     from . import _core
 
     with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(_core.cpu_peak, [kernel] * threads))
+        return 2 * sum(pool.map(_core.cpu_peak, [kernel] * threads))
 
 
 def cpu_facts(options: argparse.Namespace) -> dict[str, Any]:
@@ -321,7 +326,7 @@ def cpu_facts(options: argparse.Namespace) -> dict[str, Any]:
         shape = {"batch": 1, "heads": 16, "topk": options.topk}
         kernel = sparse_mla.plan(**shape, dtype=dtype, cache_format=cache_format)["kernel"]
         if kernel not in peaks:
-            peaks[kernel] = 2 * multiply_adds(kernel, options.threads)
+            peaks[kernel] = peak_flops(kernel, options.threads)
         kernels[name] = {
             "kernel": kernel,
             "instruction_set": info.instruction_set(kernel),
@@ -339,21 +344,12 @@ def cpu_facts(options: argparse.Namespace) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ the run
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What a device does in its own way; the cases, the comparison and the table are common."""
-
-    subjects: dict[str, Subject]  # the first is ours, "numpy" judges the results
-    time: Callable[[dict[str, Call], int, int, float], dict[str, list[float]]]
-    facts: Callable[[argparse.Namespace], dict[str, Any]]
-
-
-CPU = Backend(
-    subjects={"sparse_mla": sparse_mla_subject, "numpy": numpy_subject, "torch": torch_subject},
-    time=time_in_turns,
-    facts=cpu_facts,
-)
-
+# The first is ours, "numpy" judges the results.
+SUBJECTS: dict[str, Subject] = {
+    "sparse_mla": sparse_mla_subject,
+    "numpy": numpy_subject,
+    "torch": torch_subject,
+}
 TITLES = {"numpy": "NumPy", "torch": "PyTorch"}
 
 
@@ -367,16 +363,14 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         yield Case(name, heads, batch, options.topk, pattern)
 
 
-def measure(
-    backend: Backend, case: Case, inputs: Inputs, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure(case: Case, inputs: Inputs, kernel: str, options: argparse.Namespace) -> dict[str, Any]:
     """Times of one case, after the subjects' results have been compared with NumPy's.
 
     Raises WrongResult where one differs.
     """
     import numpy as np
 
-    made = {name: backend.subjects[name](case, inputs) for name in options.subjects}
+    made = {name: SUBJECTS[name](case, inputs) for name in options.subjects}
     call, result = made.get("numpy") or numpy_subject(case, inputs)
     expected = result(call(0))
     bound = TOLERANCE[FORMATS[case.format][1]] * float(np.abs(expected).max())
@@ -388,7 +382,11 @@ def measure(
                 f"{bound:.3g}; a wrong result gets no time"
             )
     calls = {name: call for name, (call, _) in made.items()}
-    times = backend.time(calls, len(inputs.indices), options.repeats, options.seconds)
+    ceiling = functools.partial(peak_flops, kernel, options.threads)
+    times, peaks = time_in_turns(
+        calls, ceiling, len(inputs.indices), options.repeats, options.seconds
+    )
+    own = times["sparse_mla"]
     return {
         "case": asdict(case),
         "bytes": case.bytes,
@@ -396,12 +394,14 @@ def measure(
         "index_sets": len(inputs.indices),
         "seconds": times,
         "median_seconds": {name: statistics.median(each) for name, each in times.items()},
+        "peak_flops": peaks,
+        "share_of_peak": statistics.median(
+            case.flops / each / peak for each, peak in zip(own, peaks, strict=True)
+        ),
     }
 
 
-def measure_all(
-    backend: Backend, options: argparse.Namespace, facts: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def measure_all(options: argparse.Namespace, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One result after the other, over caches that are four times as large as the machine's."""
     import numpy as np
 
@@ -417,7 +417,8 @@ def measure_all(
             kv_cache = make_cache(rng, case.format, options.tokens or enough)
             filled = case.format
         sets = options.sets or min(max(4, math.ceil(2 * facts["cache_bytes"] / case.bytes)), 64)
-        yield measure(backend, case, make_inputs(rng, case, kv_cache, sets), options)
+        kernel = facts["kernels"][case.format]["kernel"]
+        yield measure(case, make_inputs(rng, case, kv_cache, sets), kernel, options)
 
 
 def progress(text: str) -> None:
@@ -433,7 +434,7 @@ def heading(facts: dict[str, Any], options: argparse.Namespace) -> str:
     for kernel in {each["kernel"]: each for each in facts["kernels"].values()}.values():
         lines.append(
             f"{kernel['kernel']}: {kernel['instruction_set']}, at most "
-            f"{kernel['peak_flops'] / 1e9:,.0f} GFLOP/s in this run"
+            f"{kernel['peak_flops'] / 1e9:,.0f} GFLOP/s before the first case"
         )
     lines.append(f"topk {options.topk}, d_qk {D_QK}, d_v {D_V}, another index set in every call")
     columns = f"{'cache':5}  {'indices':7}  {'heads':>5}  {'rows':>4}  "
@@ -443,28 +444,28 @@ def heading(facts: dict[str, Any], options: argparse.Namespace) -> str:
     return "\n".join([*lines, "", columns])
 
 
-def line(result: dict[str, Any], facts: dict[str, Any], options: argparse.Namespace) -> str:
+def line(result: dict[str, Any], options: argparse.Namespace) -> str:
     case, seconds = result["case"], result["median_seconds"]
     own = seconds["sparse_mla"]
     rate = result["flops"] / own
-    share = rate / facts["kernels"][case["format"]]["peak_flops"]
     text = f"{case['format']:5}  {case['pattern']:7}  {case['heads']:5}  {case['batch']:4}  "
     text += (
-        f"{own * 1e6:10,.1f}  {result['bytes'] / own / 1e9:6.2f}  {rate / 1e9:8,.1f}  {share:7.0%}"
+        f"{own * 1e6:10,.1f}  {result['bytes'] / own / 1e9:6.2f}  {rate / 1e9:8,.1f}  "
+        f"{result['share_of_peak']:7.0%}"
     )
     for name in options.against:
         text += f"  {seconds[name] * 1e6:10,.1f}  {seconds[name] / own:7.1f}x"
     return text
 
 
-def run(options: argparse.Namespace, backend: Backend = CPU) -> None:
+def run(options: argparse.Namespace) -> None:
     set_threads(options.threads, options.subjects)
-    facts = backend.facts(options)
+    facts = cpu_facts(options)
     print(heading(facts, options), flush=True)
     results = []
-    for result in measure_all(backend, options, facts):
+    for result in measure_all(options, facts):
         progress("")
-        print(line(result, facts, options), flush=True)
+        print(line(result, options), flush=True)
         results.append(result)
     if options.json:
         report = {"machine": facts, "options": vars(options), "results": results}

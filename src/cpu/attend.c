@@ -3,8 +3,11 @@
  * The work is cut into tasks, in this order: a row, a tile of heads, and a split of the row's
  * entries. A task walks the entries of its split in each source (smla_resolve), keeps the rows of
  * the valid ones, and hands them to the tile kernel, a tile at a time, which carries the softmax
- * on: attend_split. The splits of a row are then joined in order: fold. At last the sums are
- * divided, scaled by the sink and stored: finish.
+ * on: attend_split. The splits of a row are then joined: fold. At last the sums are divided, scaled
+ * by the sink and stored: finish.
+ *
+ * Splits are joined in pairs, and pairs in pairs, as are the runs of entries that a split of a
+ * float32 row is made of: errors of rounding grow with the logarithm of their number.
  *
  * Where rows and head tiles alone are tasks enough, a task runs all splits of its row one after
  * the other; where they are few, splits are tasks of their own, their results wait in a workspace
@@ -62,19 +65,85 @@ static struct place place_of(const struct call *call, int64_t unit)
                           smaller(call->work->heads - head, layout->head_tile)};
 }
 
+/* -------------------------------------------------------------------------- joining */
+
+/* Results in the order in which they came: level i holds the sum of 2^i of them where bit i of
+ * `count` is set. */
+struct ladder {
+    int64_t count;
+    struct smla_part level[SMLA_MOST_LEVELS];
+};
+
+/* total += part. A first result is taken as it is: an empty total has nothing to fold into. */
+static void fold(const struct call *call, struct smla_part *total, const struct smla_part *part,
+                 int32_t heads)
+{
+    if (part->entries == 0) return;
+    if (total->entries) {
+        call->kernel->fold(&call->layout.shape, total, part, heads);
+        return;
+    }
+    const size_t floats = (size_t)heads * (size_t)call->layout.shape.value_pitch;
+    memcpy(total->values, part->values, floats * sizeof(float));
+    memcpy(total->peak, part->peak, (size_t)heads * sizeof(float));
+    memcpy(total->sum, part->sum, (size_t)heads * sizeof(float));
+    total->entries = part->entries;
+}
+
+/* Puts `part`, after which others come, on the ladder and makes it empty. */
+static void climb(const struct call *call, struct ladder *ladder, struct smla_part *part,
+                  int32_t heads)
+{
+    const struct smla_part *sum = part;
+    int32_t i = 0;
+    for (; ladder->count >> i & 1; sum = &ladder->level[i++])
+        fold(call, &ladder->level[i], sum, heads);
+    ladder->level[i].entries = 0;
+    fold(call, &ladder->level[i], sum, heads);
+    ladder->count++;
+    part->entries = 0;
+}
+
+/* Makes `part`, the last one, the sum of all, and empties the ladder. */
+static void come_down(const struct call *call, struct ladder *ladder, struct smla_part *part,
+                      int32_t heads)
+{
+    const struct smla_part *sum = part;
+    for (int32_t i = 0; ladder->count >> i; i++) {
+        if (!(ladder->count >> i & 1)) continue;
+        fold(call, &ladder->level[i], sum, heads);
+        sum = &ladder->level[i];
+    }
+    ladder->count = 0;
+    if (sum == part) return;
+    part->entries = 0;
+    fold(call, part, sum, heads);
+}
+
 /* -------------------------------------------------------------------------- memory of a thread */
 
 struct scratch {
     struct smla_tile tile;
-    struct smla_part part;  /* the split under way */
-    struct smla_part total; /* the splits so far */
+    struct smla_part part; /* the split under way, where splits do not lie apart */
+    struct ladder runs;    /* of the split under way */
+    struct ladder splits;  /* of the row under way */
     const uint8_t *rows[LISTED_ROWS];
 };
 
 static size_t scratch_bytes(const struct smla_cpu_layout *layout)
 {
     return smla_aligned(sizeof(struct scratch)) + layout->query_bytes + layout->keys_bytes +
-           layout->pairs_bytes + layout->scores_bytes + 2 * layout->part_bytes;
+           layout->pairs_bytes + layout->scores_bytes +
+           (size_t)(1 + layout->run_levels + layout->split_levels) * layout->part_bytes;
+}
+
+static uint8_t *take_levels(const struct smla_cpu_layout *layout, struct ladder *ladder,
+                            int32_t levels, uint8_t *memory)
+{
+    ladder->count = 0;
+    for (int32_t i = 0; i < levels; i++, memory += layout->part_bytes)
+        ladder->level[i] = smla_part_at(layout, memory);
+    return memory;
 }
 
 /* The next thread's scratch. What lies past d_qk in a query or key is never written again. */
@@ -96,7 +165,8 @@ static struct scratch *take_scratch(struct call *call)
     memory += layout->scores_bytes;
     scratch->part = smla_part_at(layout, memory);
     memory += layout->part_bytes;
-    scratch->total = smla_part_at(layout, memory);
+    memory = take_levels(layout, &scratch->runs, layout->run_levels, memory);
+    take_levels(layout, &scratch->splits, layout->split_levels, memory);
     if (layout->shape.depth != layout->shape.d_qk)
         memset(scratch->tile.query, 0,
                layout->query_bytes + layout->keys_bytes + layout->pairs_bytes);
@@ -122,10 +192,13 @@ static void load_query(const struct call *call, struct smla_tile *tile, struct p
     }
 }
 
+/* The run that `part` is ends before these rows, if it has entries enough. */
 static void attend_rows(const struct call *call, struct scratch *scratch, struct smla_part *part,
                         int32_t count)
 {
     const int32_t step = call->layout.tile_entries;
+    if (count && part->entries >= call->layout.run_entries)
+        climb(call, &scratch->runs, part, scratch->tile.heads);
     for (int32_t done = 0; done < count; done += step)
         call->kernel->attend(&scratch->tile, part, scratch->rows + done,
                              smaller(count - done, step), count - done);
@@ -161,25 +234,10 @@ static void attend_split(const struct call *call, struct scratch *scratch, struc
         }
         attend_rows(call, scratch, part, listed);
     }
+    come_down(call, &scratch->runs, part, at.heads);
 }
 
-/* -------------------------------------------------------------------------- joining and storing */
-
-/* The result of a first split is taken as it is: an empty total has nothing to fold into. */
-static void fold(const struct call *call, struct smla_part *total, const struct smla_part *part,
-                 int32_t heads)
-{
-    if (part->entries == 0) return;
-    if (total->entries) {
-        call->kernel->fold(&call->layout.shape, total, part, heads);
-        return;
-    }
-    const size_t floats = (size_t)heads * (size_t)call->layout.shape.value_pitch;
-    memcpy(total->values, part->values, floats * sizeof(float));
-    memcpy(total->peak, part->peak, (size_t)heads * sizeof(float));
-    memcpy(total->sum, part->sum, (size_t)heads * sizeof(float));
-    total->entries = part->entries;
-}
+/* -------------------------------------------------------------------------- storing */
 
 static int64_t element_of(const struct smla_output *output, struct place at, int32_t h)
 {
@@ -239,17 +297,14 @@ static struct smla_part stored_part(const struct call *call, int64_t unit, int32
 
 static void attend_unit(const struct call *call, struct scratch *scratch, struct place at)
 {
-    if (call->layout.splits == 1) {
-        attend_split(call, scratch, at, 0, &scratch->part);
-        finish(call, &scratch->part, at);
-        return;
+    struct smla_part *part = &scratch->part;
+    attend_split(call, scratch, at, 0, part);
+    for (int32_t split = 1; split < call->layout.splits; split++) {
+        climb(call, &scratch->splits, part, at.heads);
+        attend_split(call, scratch, at, split, part);
     }
-    scratch->total.entries = 0;
-    for (int32_t split = 0; split < call->layout.splits; split++) {
-        attend_split(call, scratch, at, split, &scratch->part);
-        fold(call, &scratch->total, &scratch->part, at.heads);
-    }
-    finish(call, &scratch->total, at);
+    come_down(call, &scratch->splits, part, at.heads);
+    finish(call, part, at);
 }
 
 /* First round: rows, head tiles and, where they lie apart, splits. */
@@ -280,12 +335,11 @@ static int32_t fold_pieces(const struct call *call)
     return (call->layout.head_tile + FOLD_HEADS - 1) / FOLD_HEADS;
 }
 
-/* Second round: a few heads of a row, whose splits are joined in the memory of the first that is
- * not empty. */
+/* Second round: a few heads of a row, whose splits are joined in the memory of the first. */
 static void run_folds(void *context)
 {
     struct call *call = context;
-    const int32_t pieces = fold_pieces(call);
+    const int32_t pieces = fold_pieces(call), splits = call->layout.splits;
     for (;;) {
         const int64_t task = atomic_fetch_add(&call->next_task, 1);
         if (task >= call->tasks) return;
@@ -295,15 +349,13 @@ static void run_folds(void *context)
         if (head >= at.heads) continue;
         at.head += head;
         at.heads = smaller(at.heads - head, FOLD_HEADS);
-        struct smla_part total = stored_part(call, unit, 0, head);
-        for (int32_t split = 1; split < call->layout.splits; split++) {
-            const struct smla_part part = stored_part(call, unit, split, head);
-            if (total.entries)
-                fold(call, &total, &part, at.heads);
-            else
-                total = part;
-        }
-        finish(call, &total, at);
+        struct smla_part parts[SMLA_MOST_SPLITS];
+        for (int32_t split = 0; split < splits; split++)
+            parts[split] = stored_part(call, unit, split, head);
+        for (int32_t step = 1; step < splits; step *= 2)
+            for (int32_t split = 0; split + step < splits; split += 2 * step)
+                fold(call, &parts[split], &parts[split + step], at.heads);
+        finish(call, &parts[0], at);
     }
 }
 

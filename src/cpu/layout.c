@@ -1,6 +1,5 @@
 #include "layout.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "cpu.h"
@@ -8,12 +7,11 @@
 /* Entries of a split, and how many splits, follow from shapes alone: a row's bits depend on them.
  * Heads of a tile and the workspace also follow from the number of threads: no bit does. */
 enum {
-    ENOUGH_PARTS = 64,                       /* of all rows, from which on none is split */
+    ENOUGH_PARTS = SMLA_MOST_SPLITS,         /* of all rows, from which on none is split */
     PART_HEADS = 32,                         /* heads of a part, when they are counted */
     LEAST_SPLIT = 4 * SMLA_TILE_ENTRIES,     /* entries that are worth a part of their own */
     INVARIANT_SPLIT = 8 * SMLA_TILE_ENTRIES, /* the same with batch_invariant: many rows pay it */
     INVARIANT_SPLITS = 16,                   /* at most */
-    EXACT_TILE = 16,                         /* entries of a tile for float32 queries */
     LEAST_HEADS = 16,                        /* heads that are worth a gather of their own */
     TASKS_A_THREAD = 4,                      /* so that threads finish at about the same time */
     MOST_WORKSPACE = 128 << 20,              /* bytes */
@@ -40,13 +38,9 @@ size_t smla_aligned(size_t bytes)
 }
 
 /* Float32 results are held to 2^-21, and equal numbers that are added one after another err alike:
- * the chain of additions is shortest where a tile has few entries, and a split about as many tiles
- * as the row has splits. */
-static int64_t exact_split(int64_t entries)
-{
-    const int64_t tiles = (int64_t)sqrt((double)ceil_div(entries, EXACT_TILE));
-    return round_up(at_least(tiles * EXACT_TILE, LEAST_SPLIT), SMLA_TILE_ENTRIES);
-}
+ * tiles of few entries, runs of few tiles, and runs joined in pairs make the chain of additions
+ * short. Other results need no runs. */
+enum { EXACT_TILE = 16, EXACT_RUN = 8 * EXACT_TILE };
 
 /* Whole tiles. With batch_invariant the number of rows has no say; without it, few rows are split
  * until there is work for many cores. */
@@ -59,12 +53,6 @@ static int64_t share_of_split(const struct smla_attend *work, int64_t entries)
     const int64_t parts = work->batch * work->s_q * ceil_div(work->heads, PART_HEADS);
     const int64_t splits = ceil_div(ENOUGH_PARTS, at_least(parts, 1));
     return round_up(at_least(ceil_div(entries, splits), LEAST_SPLIT), SMLA_TILE_ENTRIES);
-}
-
-static int64_t split_entries(const struct smla_attend *work, int64_t entries)
-{
-    const int64_t share = share_of_split(work, entries), exact = exact_split(entries);
-    return work->q_dtype == SMLA_FLOAT32 && exact < share ? exact : share;
 }
 
 /* As many heads as leave tasks enough, since every tile of heads gathers the entries anew. */
@@ -83,7 +71,7 @@ void smla_cpu_split(const struct smla_attend *work, struct smla_plan *plan)
     int64_t entries = 0;
     for (int which = 0; which < work->sources; which++)
         entries = at_least(entries, work->source[which].topk);
-    plan->split_entries = split_entries(work, entries);
+    plan->split_entries = share_of_split(work, entries);
     plan->splits = (int32_t)at_least(ceil_div(entries, plan->split_entries), 1);
     plan->head_tile = head_tile(work, plan->splits);
     plan->launches = 0;
@@ -117,6 +105,14 @@ static void set_shape(const struct smla_attend *work, const struct smla_tile_ker
     shape->logit_cap = work->logit_cap;
 }
 
+/* Levels on which `count` results are joined in pairs: the last one needs none of its own. */
+static int32_t levels_for(int64_t count)
+{
+    int32_t levels = 0;
+    for (int64_t rest = count - 1; rest > 0; rest /= 2) levels++;
+    return levels;
+}
+
 /* Peaks and sums are padded so that the sums begin on a cache line of their own. */
 static int32_t padded_heads(const struct smla_cpu_layout *layout)
 {
@@ -134,7 +130,11 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
     layout->tiles = (int32_t)ceil_div(work->heads, plan->head_tile);
     layout->splits = plan->splits;
     layout->split_entries = plan->split_entries;
-    layout->tile_entries = work->q_dtype == SMLA_FLOAT32 ? EXACT_TILE : SMLA_TILE_ENTRIES;
+    const bool exact = work->q_dtype == SMLA_FLOAT32;
+    layout->tile_entries = exact ? EXACT_TILE : SMLA_TILE_ENTRIES;
+    layout->run_entries = exact ? EXACT_RUN : INT64_MAX;
+    if (exact)
+        layout->run_levels = levels_for(work->sources * ceil_div(plan->split_entries, EXACT_RUN));
     const size_t heads = (size_t)plan->head_tile;
     const size_t pitch = (size_t)layout->shape.pitch * sizeof(float);
     const size_t pair_pitch = (size_t)layout->shape.pair_pitch * sizeof(uint16_t);
@@ -151,6 +151,7 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
     layout->apart = plan->splits > 1 && units < TASKS_A_THREAD * (size_t)smla_cpu_threads() &&
                     parts * layout->part_bytes <= MOST_WORKSPACE;
     layout->parts = layout->apart ? parts : 0;
+    layout->split_levels = layout->apart ? 0 : levels_for(plan->splits);
 }
 
 struct smla_part smla_part_at(const struct smla_cpu_layout *layout, uint8_t *memory)

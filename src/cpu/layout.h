@@ -8,6 +8,12 @@
 #include "plan.h"
 #include "tile.h"
 
+enum {
+    SMLA_ALIGNMENT = 64,
+    SMLA_MOST_SPLITS = 64, /* of a row's entries */
+    SMLA_MOST_LEVELS = 48, /* of results that are joined in pairs */
+};
+
 struct smla_cpu_layout {
     struct smla_tile shape; /* what every tile of the call has in common; no memory */
     int64_t rows;           /* of q */
@@ -16,7 +22,10 @@ struct smla_cpu_layout {
     int32_t splits;         /* of a row's entries */
     bool apart;             /* splits are tasks of their own, whose results wait in a workspace */
     int64_t split_entries;
+    int64_t run_entries;  /* of a split, that are added one after another, about */
     int32_t tile_entries; /* at most SMLA_TILE_ENTRIES */
+    int32_t run_levels; /* on which the runs of a split are joined, and the splits of a row where */
+    int32_t split_levels; /* they do not lie apart */
     size_t parts;         /* in the workspace: of rows, head tiles and splits; 0: none */
     size_t query_bytes;   /* buffers of a thread, multiples of SMLA_ALIGNMENT */
     size_t keys_bytes;
@@ -24,8 +33,6 @@ struct smla_cpu_layout {
     size_t scores_bytes;
     size_t part_bytes; /* of one struct smla_part's arrays */
 };
-
-enum { SMLA_ALIGNMENT = 64 };
 
 size_t smla_aligned(size_t bytes);
 

@@ -29,12 +29,13 @@ INLINE void score_block(const struct smla_tile *tile, int32_t head, int32_t entr
     UNROLL (h, heads) {
         UNROLL (j, SCORE_KEYS) sum[h][j] = vec_zero();
     }
+#pragma GCC unroll 2
     for (int32_t d = 0; d < tile->depth; d += LANES) {
-        vec k[SCORE_KEYS];
-        UNROLL (j, SCORE_KEYS) k[j] = vec_load(key + j * pitch + d);
-        UNROLL (h, heads) {
-            const vec q = vec_load(query + h * pitch + d);
-            UNROLL (j, SCORE_KEYS) sum[h][j] = vec_fma(q, k[j], sum[h][j]);
+        vec q[SCORE_HEADS];
+        UNROLL (h, heads) q[h] = vec_load(query + h * pitch + d);
+        UNROLL (j, SCORE_KEYS) {
+            const vec k = vec_load(key + j * pitch + d);
+            UNROLL (h, heads) sum[h][j] = vec_fma(q[h], k, sum[h][j]);
         }
     }
     UNROLL (h, heads)

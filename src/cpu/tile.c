@@ -123,6 +123,7 @@ static void gather(struct smla_tile *tile, const uint8_t *const *rows, int32_t c
 
 /* -------------------------------------------------------------------------- values */
 
+/* The sums so far are needed only at the end, but then at once: they are asked for here. */
 INLINE void value_block(const struct smla_tile *tile, const struct smla_part *part, int32_t head,
                         int32_t first, int32_t count, const int32_t heads, const int32_t span)
 {
@@ -130,8 +131,11 @@ INLINE void value_block(const struct smla_tile *tile, const struct smla_part *pa
     const float *weights = tile->scores + head * SMLA_TILE_ENTRIES;
     vec sum[VALUE_HEADS][VALUE_SPAN];
     UNROLL (h, heads) {
+        const float *values = part->values + (ptrdiff_t)(head + h) * tile->value_pitch + first;
+        for (int32_t i = 0; i < span * LANES; i += 16) __builtin_prefetch(values + i, 1);
         UNROLL (i, span) sum[h][i] = vec_zero();
     }
+#pragma GCC unroll 2
     for (int32_t j = 0; j < count; j++, value += tile->pitch) {
         vec v[VALUE_SPAN];
         UNROLL (i, span) v[i] = vec_load(value + i * LANES);
