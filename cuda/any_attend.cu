@@ -8,7 +8,9 @@
  *   scores   a warp takes an entry, its lanes the numbers of the row;
  *   softmax  a warp takes a head, a lane an entry: running maximum and sum;
  *   values   a thread takes numbers of V and adds up the 32 entries for all heads.
- * q and the sums of out stay in shared memory as float32. */
+ * q and the sums of out stay in shared memory as float32. Of float32 queries, whose results are
+ * held to 2^-21, also what each addition of a tile or a split loses in rounding: equal numbers err
+ * alike, and there may be many. */
 #include "attend.cuh"
 #include "format.cuh"
 
@@ -29,13 +31,30 @@ struct entry {
     int which;
 };
 
-/* The block's shared memory: fixed arrays, then from `numbers` on q (HEADS, d_qk) and the sums of
- * out (HEADS, d_v). */
+/* A sum of many numbers, with what its additions have lost in rounding. */
+struct exact_sum {
+    float sum;
+    float lost;
+};
+
+/* sum * rescale + number. The products of `rescale`, which is 1 but where a maximum moves, are
+ * rounded; no compiler may join them with the additions. */
+__device__ exact_sum add_exactly(exact_sum before, float rescale, float number)
+{
+    const float a = __fmul_rn(before.sum, rescale);
+    const float b = __fadd_rn(__fmul_rn(before.lost, rescale), number);
+    const float sum = __fadd_rn(a, b), of_b = __fsub_rn(sum, a);
+    const float lost = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, of_b)), __fsub_rn(b, of_b));
+    return {sum, isfinite(lost) ? lost : 0.0f};
+}
+
+/* The block's shared memory: fixed arrays, then from `numbers` on q (HEADS, d_qk), the sums of out
+ * (HEADS, d_v) and, for float32 queries, what these have lost (HEADS, d_v). */
 template <int HEADS> struct shared_state {
     entry entries[THREADS];
     float weight[HEADS][TILE]; /* scores, then exp(score - largest) */
     float largest[HEADS];
-    float sum[HEADS];
+    exact_sum sum[HEADS];
     float rescale[HEADS];
     int valid[WARPS];
     float numbers[1];
@@ -133,7 +152,7 @@ template <int HEADS> __device__ void weigh_tile(int count, shared_state<HEADS> &
         shared.weight[h][lane] = weight;
         if (lane == 0) {
             shared.largest[h] = largest;
-            shared.sum[h] = shared.sum[h] * rescale + sum;
+            shared.sum[h] = add_exactly(shared.sum[h], rescale, sum);
             shared.rescale[h] = rescale;
         }
     }
@@ -141,13 +160,11 @@ template <int HEADS> __device__ void weigh_tile(int count, shared_state<HEADS> &
 
 template <int HEADS>
 __device__ void add_values(const smla_gpu_attend &launch, const entry *entries, int count,
-                           const shared_state<HEADS> &shared, float *out)
+                           const shared_state<HEADS> &shared, float *out, float *lost)
 {
     const smla_attend &work = launch.work;
     for (int d = threadIdx.x; d < work.d_v; d += THREADS) {
-        float total[HEADS];
-#pragma unroll
-        for (int h = 0; h < HEADS; h++) total[h] = out[h * work.d_v + d] * shared.rescale[h];
+        float total[HEADS] = {};
         for (int i = 0; i < count; i++) {
             const entry entry = entries[i];
             const float v = row_number(launch.layout[entry.which], work.source[entry.which].scale,
@@ -156,7 +173,16 @@ __device__ void add_values(const smla_gpu_attend &launch, const entry *entries, 
             for (int h = 0; h < HEADS; h++) total[h] += shared.weight[h][i] * v;
         }
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) out[h * work.d_v + d] = total[h];
+        for (int h = 0; h < HEADS; h++) {
+            const int at = h * work.d_v + d;
+            if (!lost) {
+                out[at] = out[at] * shared.rescale[h] + total[h];
+                continue;
+            }
+            const exact_sum sum = add_exactly({out[at], lost[at]}, shared.rescale[h], total[h]);
+            out[at] = sum.sum;
+            lost[at] = sum.lost;
+        }
     }
 }
 
@@ -171,7 +197,7 @@ __device__ void store_results(const smla_gpu_attend &launch, const piece &piece,
         const int64_t first = (piece.split * rows + piece.row) * work.heads + piece.head;
         if (threadIdx.x < heads) {
             launch.part_max[first + threadIdx.x] = shared.largest[threadIdx.x];
-            launch.part_sum[first + threadIdx.x] = shared.sum[threadIdx.x];
+            launch.part_sum[first + threadIdx.x] = shared.sum[threadIdx.x].sum;
         }
         for (int i = threadIdx.x; i < heads * work.d_v; i += THREADS) {
             launch.part_out[first * work.d_v + i] = out[i];
@@ -181,12 +207,12 @@ __device__ void store_results(const smla_gpu_attend &launch, const piece &piece,
     if (threadIdx.x < heads) {
         const int h = threadIdx.x;
         shared.rescale[h] = finish_head(work, piece.batch, piece.query, piece.head + h,
-                                        shared.largest[h], shared.sum[h]);
+                                        shared.largest[h], shared.sum[h].sum);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < heads * work.d_v; i += THREADS) {
         const int h = i / work.d_v;
-        const float number[1] = {shared.sum[h] == 0.0f ? 0.0f : out[i] * shared.rescale[h]};
+        const float number[1] = {shared.sum[h].sum == 0.0f ? 0.0f : out[i] * shared.rescale[h]};
         store_numbers(work.out.data, work.out.dtype,
                       element_of(work.out, piece.batch, piece.query, piece.head + h) + i % work.d_v,
                       number);
@@ -199,15 +225,19 @@ template <int HEADS> __device__ void attend(const smla_gpu_attend &launch)
     shared_state<HEADS> &shared = *reinterpret_cast<shared_state<HEADS> *>(memory);
     const smla_attend &work = launch.work;
     float *q = shared.numbers, *out = q + HEADS * work.d_qk;
+    float *lost = work.q_dtype == SMLA_FLOAT32 ? out + HEADS * work.d_v : nullptr;
     const piece piece = piece_of_block(launch, blockIdx.x, HEADS);
     fault_tally faults = {};
     __shared__ smla_row rows[2];
     open_rows(work, piece, rows, faults);
     load_query<HEADS>(work, piece, q);
-    for (int i = threadIdx.x; i < HEADS * work.d_v; i += THREADS) out[i] = 0.0f;
+    for (int i = threadIdx.x; i < HEADS * work.d_v; i += THREADS) {
+        out[i] = 0.0f;
+        if (lost) lost[i] = 0.0f;
+    }
     if (threadIdx.x < HEADS) {
         shared.largest[threadIdx.x] = -CUDART_INF_F;
-        shared.sum[threadIdx.x] = 0.0f;
+        shared.sum[threadIdx.x] = {0.0f, 0.0f};
     }
     __syncthreads();
     for (int64_t begin = piece.begin; begin < piece.end; begin += THREADS) {
@@ -219,7 +249,7 @@ template <int HEADS> __device__ void attend(const smla_gpu_attend &launch)
             __syncthreads();
             weigh_tile(count, shared);
             __syncthreads();
-            add_values(launch, entries, count, shared, out);
+            add_values(launch, entries, count, shared, out, lost);
             __syncthreads();
         }
     }
@@ -255,23 +285,25 @@ static __device__ void combine(const smla_gpu_attend &launch, int64_t part)
         largest = fmaxf(largest, launch.part_max[s * parts + part]);
     }
     largest = warp_max(largest);
-    float sum = 0.0f;
+    exact_sum sum = {0.0f, 0.0f};
     for (int s = 0; s < launch.splits; s++) {
         const float share = launch.part_sum[s * parts + part];
-        if (share != 0.0f) sum += share * expf(launch.part_max[s * parts + part] - largest);
+        if (share == 0.0f) continue;
+        sum = add_exactly(sum, 1.0f, share * expf(launch.part_max[s * parts + part] - largest));
     }
     float factor = 0.0f;
-    if (lane == 0) factor = finish_head(work, batch, query, head, largest, sum);
+    if (lane == 0) factor = finish_head(work, batch, query, head, largest, sum.sum);
     factor = __shfl_sync(ALL_LANES, factor, 0);
 
     for (int d = lane; d < work.d_v; d += WARP) {
-        float total = 0.0f;
+        exact_sum total = {0.0f, 0.0f};
         for (int s = 0; s < launch.splits; s++) {
             if (launch.part_sum[s * parts + part] == 0.0f) continue;
-            total += launch.part_out[(s * parts + part) * work.d_v + d] *
-                     expf(launch.part_max[s * parts + part] - largest);
+            total = add_exactly(total, 1.0f,
+                                launch.part_out[(s * parts + part) * work.d_v + d] *
+                                    expf(launch.part_max[s * parts + part] - largest));
         }
-        const float number[1] = {sum == 0.0f ? 0.0f : total * factor};
+        const float number[1] = {sum.sum == 0.0f ? 0.0f : total.sum * factor};
         store_numbers(work.out.data, work.out.dtype, element_of(work.out, batch, query, head) + d,
                       number);
     }

@@ -2,13 +2,12 @@
  * (any_unpack): the counterpart of src/cpu/append.c, with the same bytes. A warp takes a token. */
 #include "format.cuh"
 #include "slot.h"
+#include "warp.cuh"
 
 namespace
 {
 
-constexpr int WARP = 32;
 constexpr int THREADS = 128;
-constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 constexpr float E4M3_MAX = 448.0f;
 
 /* Number d of token t: of the latent or of the rope part. */
@@ -41,10 +40,7 @@ __device__ float group_scale(const smla_append &work, int64_t t, int first, int 
         const float number = fabsf(token_number(work, t, first + d));
         if (isfinite(number)) amax = fmaxf(amax, number);
     }
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, step));
-    }
-    return __fdiv_rn(amax, E4M3_MAX);
+    return __fdiv_rn(warp_max(amax), E4M3_MAX);
 }
 
 __device__ void store_dense(uint8_t *row, int dtype, int d, float number)

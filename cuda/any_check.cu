@@ -3,11 +3,11 @@
  * counterpart of src/cpu/check.c. A warp takes a row. */
 #include "params.h"
 #include "slot.h"
+#include "warp.cuh"
 
 namespace
 {
 
-constexpr int WARP = 32;
 constexpr int THREADS = 128;
 
 /* The order in which faults are met, as one number: row by row, in a row the request, then for each

@@ -7,14 +7,13 @@
  * read is its result: without one the compiler would drop the loads, and a test can tell that every
  * row was read. */
 #include "params.h"
+#include "warp.cuh"
 
 namespace
 {
 
 constexpr int THREADS = 128;
 constexpr int BLOCKS_PER_SM = 12;
-constexpr int WARP = 32;
-constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 constexpr int AT_ONCE = 4;
 
 __device__ uint32_t block_xor(uint32_t bits)

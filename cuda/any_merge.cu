@@ -10,36 +10,12 @@
 
 #include "numbers.cuh"
 #include "params.h"
+#include "warp.cuh"
 
 namespace
 {
 
-constexpr int WARP = 32;
-constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
-
 static_assert(SMLA_MERGE_PARTS <= WARP, "a lane for each part");
-
-__device__ int64_t element_of(const smla_output &array, int64_t batch, int64_t query, int64_t head)
-{
-    return batch * array.stride[0] + query * array.stride[1] + head * array.stride[2];
-}
-
-/* Sums and maxima over a warp, the same bits in every lane. */
-__device__ float warp_sum(float number)
-{
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        number += __shfl_xor_sync(ALL_LANES, number, step);
-    }
-    return number;
-}
-
-__device__ float warp_max(float number)
-{
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        number = fmaxf(number, __shfl_xor_sync(ALL_LANES, number, step));
-    }
-    return number;
-}
 
 /* `width` is how many numbers a lane moves at once. */
 template <int width> __device__ void merge(const smla_merge &work)

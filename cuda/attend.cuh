@@ -7,28 +7,10 @@
 #include "numbers.cuh"
 #include "params.h"
 #include "slot.h"
+#include "warp.cuh"
 
 namespace
 {
-
-constexpr int WARP = 32;
-constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
-
-__device__ float warp_sum(float number)
-{
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        number += __shfl_xor_sync(ALL_LANES, number, step);
-    }
-    return number;
-}
-
-__device__ float warp_max(float number)
-{
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        number = fmaxf(number, __shfl_xor_sync(ALL_LANES, number, step));
-    }
-    return number;
-}
 
 /* -------------------------------------------------------------------------- the piece */
 
@@ -139,11 +121,6 @@ __device__ void report_faults(const smla_gpu_attend &launch, const piece &piece,
 }
 
 /* -------------------------------------------------------------------------- results */
-
-__device__ int64_t element_of(const smla_output &array, int64_t batch, int64_t query, int64_t head)
-{
-    return batch * array.stride[0] + query * array.stride[1] + head * array.stride[2];
-}
 
 /* The factor that turns one head's sums of exp(score - largest) * v into out. */
 __device__ float output_factor(const smla_attend &work, int head, float largest, float sum)

@@ -1,4 +1,5 @@
-/* Runs of float32, float16 and bfloat16 numbers in global memory, read and written as float32. */
+/* Runs of float32, float16 and bfloat16 numbers in global memory, read and written as float32, and
+ * where in an array of results they lie. */
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,4 +51,10 @@ __device__ void store_numbers(void *data, int32_t dtype, int64_t element,
     case SMLA_FLOAT16: store_run<__half>(data, element, numbers); break;
     default: store_run<__nv_bfloat16>(data, element, numbers); break;
     }
+}
+
+__device__ inline int64_t element_of(const smla_output &array, int64_t batch, int64_t query,
+                                     int64_t head)
+{
+    return batch * array.stride[0] + query * array.stride[1] + head * array.stride[2];
 }

@@ -116,6 +116,14 @@ template <> __device__ inline uint32_t pack<__nv_bfloat16>(float low, float high
     return reinterpret_cast<const uint32_t &>(pair);
 }
 
+/* Two floats cut off to float16 numbers, the first in the lower half. */
+__device__ inline uint32_t cut(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rz.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(low), "f"(high));
+    return pair;
+}
+
 /* The float16 numbers that from_e4m3 makes are the e4m3 ones divided by E4M3_UNIT, exactly. There
  * is an instruction from 8.9 on. Before it the seven bits of an e4m3 number's size are put where a
  * float16 has the low bits of its exponent and the high ones of its fraction, which leaves only the

@@ -20,7 +20,14 @@
  * running maximum rounded up to an integer, so that moving M is exact. A group multiplies them by
  * its scales before it rounds them: w = weight * scale / 2^E, where a power of two of each head
  * brings the largest into float16's range, and out carries the same 2^E. E takes M's moves along
- * and is itself moved, and out rescaled, only when w would leave the range. */
+ * and is itself moved, and out rescaled, only when w would leave the range.
+ *
+ * w is a float16 number whatever q is, since the eight bits of a bfloat16 one are too few: a
+ * bfloat16 cache's numbers become float16 ones for the values, and a tile with a number that
+ * float16 does not have is multiplied as it is by the two bfloat16 numbers that w is the sum of.
+ * Rounded to nearest, copies of an entry would err alike, and nothing bounds their number: w is
+ * rounded up or down by turns, in proportion to what is cut off. Results for float16 queries are
+ * held to three more bits: there w is the sum of two float16 numbers. */
 #pragma once
 
 #include <type_traits>
@@ -69,6 +76,10 @@ template <typename Query, int format, int d_qk> struct cache_row {
     using Latent = std::conditional_t<E4M3, __half, Query>;
     using Rope = std::conditional_t<INLINE_SCALES, __nv_bfloat16, Latent>;
     static constexpr bool SPLIT_ROPE = HAS_ROPE && INLINE_SCALES && std::is_same_v<Query, __half>;
+
+    /* What the values multiply are float16 numbers. */
+    static constexpr bool CONVERTED = std::is_same_v<Latent, __nv_bfloat16>;
+    static constexpr int TERMS = std::is_same_v<Query, __half> ? 2 : 1; /* of a weight */
 };
 
 template <int tiles, int halves> struct block_shape {
@@ -93,11 +104,11 @@ __device__ int entry_of_place(int place)
 
 template <typename Row, typename Block, int stages> struct shared_state {
     uint8_t cache[stages][TILE][Row::PITCH];
-    float part[GROUPS][Block::HEADS][TILE];           /* of scores, by place */
-    uint16_t weight[Row::SCALES][Block::HEADS][TILE]; /* times scale / 2^E, by place */
-    float unit[Row::SCALES][Block::HEADS];            /* 2^-E */
-    float rescale[Row::SCALES][Block::HEADS];         /* of out, where E has moved */
-    float factor[Block::HEADS];                       /* of out, at the end */
+    float part[GROUPS][Block::HEADS][TILE];                       /* of scores, by place */
+    uint16_t weight[Row::TERMS][Row::SCALES][Block::HEADS][TILE]; /* times scale / 2^E, by place */
+    float unit[Row::SCALES][Block::HEADS];                        /* 2^-E */
+    float rescale[Row::SCALES][Block::HEADS];                     /* of out, where E has moved */
+    float factor[Block::HEADS];                                   /* of out, at the end */
     float query_unit[Row::E4M3 ? GROUPS : 1][Row::E4M3 ? Block::HEADS : 1]; /* undoes q's power */
     uint4 rope_rest[Row::SPLIT_ROPE ? Block::THREADS : 1][Row::SPLIT_ROPE ? Block::TILES : 1];
     float tensor_scale[Row::TENSOR_SCALE ? stages : 1][TILE];
@@ -376,13 +387,22 @@ __device__ float entry_scale(const Shared &shared, int stage, int entry, int gro
     return reinterpret_cast<const float *>(shared.cache[stage][entry] + Row::SCALES_AT)[group];
 }
 
-/* shared.part[group] = q * k of the tile in `stage`, over the group's numbers. */
+/* |number| of the larger ones, NaN not counted. */
+__device__ __nv_bfloat162 larger_pair(__nv_bfloat162 largest, uint32_t pair)
+{
+    return __hmax2(largest, __habs2(reinterpret_cast<const __nv_bfloat162 &>(pair)));
+}
+
+/* shared.part[group] = q * k of the tile in `stage`, over the group's numbers. Returns whether
+ * there are values among these that float16 does not have. */
 template <typename Row, typename Block, typename Shared>
-__device__ void score_parts(Shared &shared, int stage, const lane_place &lane,
+__device__ bool score_parts(Shared &shared, int stage, const lane_place &lane,
                             const query_operand<Block> &query)
 {
     constexpr int TILES = Block::TILES;
-    float sums[TILES][2][4] = {}; /* entries 0 to 7, 8 to 15 */
+    constexpr float PAST_FLOAT16 = 65536.0f; /* the next bfloat16 number after the last */
+    float sums[TILES][2][4] = {};            /* entries 0 to 7, 8 to 15 */
+    __nv_bfloat162 largest = {};
 
     /* 64 bytes of 8 entries in one load: 2 steps of 2-byte numbers, 4 of e4m3 */
     constexpr int STEPS = 4 / Row::NUMBER;
@@ -395,6 +415,10 @@ __device__ void score_parts(Shared &shared, int stage, const lane_place &lane,
         for (int block = 0; block < 2; block++) {
             uint32_t words[4];
             ptx::load_matrices(words, latent + block * 8 * Row::PITCH + step * 16 * Row::NUMBER);
+            if (Row::CONVERTED) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) largest = larger_pair(largest, words[i]);
+            }
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {
                 uint32_t k[2] = {words[2 * s % 4], words[(2 * s + 1) % 4]};
@@ -473,15 +497,33 @@ __device__ void score_parts(Shared &shared, int stage, const lane_place &lane,
                 sums[t][0][2 * y], sums[t][0][2 * y + 1], sums[t][1][2 * y], sums[t][1][2 * y + 1]);
         }
     }
+    return Row::CONVERTED && __any_sync(ALL_LANES, fmaxf(__low2float(largest),
+                                                         __high2float(largest)) >= PAST_FLOAT16);
 }
 
 /* -------------------------------------------------------------------------- weights */
 
 /* What the LANES threads of a head know of it. */
 struct softmax_state {
-    float largest; /* score so far */
-    float sum;     /* of weights, of this thread's places */
+    float largest;  /* score so far */
+    float sum;      /* of weights, of this thread's places */
+    uint32_t turns; /* of rounding: how many its first place has had, times TURN */
 };
+
+/* The golden section of 2^32: of its multiples, any run of them is spread evenly. */
+constexpr uint32_t TURN = 0x9E3779B9u;
+
+/* The part of a unit in the last place that a number is raised by before it is cut off, in [0, 1),
+ * as a float16 number has it relative to the number's power of two. */
+__device__ float rise_of_turn(uint32_t turns)
+{
+    return fmaf(__uint_as_float(turns >> 9 | 0x3F800000u), 0x1p-10f, -0x1p-10f);
+}
+
+__device__ float power_below(float number)
+{
+    return __uint_as_float(__float_as_uint(number) & 0xFF800000u);
+}
 
 /* M, of a largest score. */
 __device__ float top_of(float largest)
@@ -544,16 +586,33 @@ __device__ float scale_weights(const Shared &shared, int stage, int scale, int p
     return largest;
 }
 
-template <typename Row, int N>
-__device__ void store_weights(uint16_t *to, const float (&scaled)[N], float unit)
+/* shared.weight = scaled * unit, of one of the entries' scales. */
+template <typename Row, typename Shared, int N>
+__device__ void store_weights(Shared &shared, int scale, int head, int place,
+                              const float (&scaled)[N], float unit, uint32_t turns)
 {
-    number_run<uint32_t, N / 2> packed;
+    float rest[N];
 #pragma unroll
-    for (int i = 0; i < N; i += 2) {
-        packed.number[i / 2] = ptx::pack<typename Row::Latent>(scaled[i] * unit,
-                                                               scaled[i + 1] * unit);
+    for (int i = 0; i < N; i++) {
+        rest[i] = scaled[i] * unit;
+        if (Row::TERMS == 1) {
+            rest[i] = fmaf(power_below(rest[i]), rise_of_turn(turns + i * TURN), rest[i]);
+        }
     }
-    *reinterpret_cast<number_run<uint32_t, N / 2> *>(to) = packed;
+#pragma unroll
+    for (int term = 0; term < Row::TERMS; term++) {
+        number_run<uint32_t, N / 2> packed;
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const uint32_t pair = Row::TERMS == 1 ? ptx::cut(rest[i], rest[i + 1])
+                                                  : ptx::pack<__half>(rest[i], rest[i + 1]);
+            packed.number[i / 2] = pair;
+            rest[i] -= number_of_bits<__half>(pair & 0xFFFF);
+            rest[i + 1] -= number_of_bits<__half>(pair >> 16);
+        }
+        *reinterpret_cast<number_run<uint32_t, N / 2> *>(
+            &shared.weight[term][scale][head][place]) = packed;
+    }
 }
 
 /* Parts of the scores -> weights. Returns whether E has moved for any head of the warp; then
@@ -578,7 +637,8 @@ __device__ bool weigh_tile(const smla_attend &work, Shared &shared, int stage, i
         weight[i] = ptx::exp2_fast(fmaf(weight[i], LOG2_E, -top));
         sum += weight[i];
     }
-    state = {largest, sum};
+    const uint32_t turns = state.turns;
+    state = {largest, sum, turns + TILE * TURN};
 
     /* E as it is serves nearly always */
     float scaled[N];
@@ -588,7 +648,7 @@ __device__ bool weigh_tile(const smla_attend &work, Shared &shared, int stage, i
     for (int s = 0; s < Row::SCALES; s++) {
         const float unit = shared.unit[s][head] * rise;
         const float biggest = scale_weights<Row>(shared, stage, s, place, weight, scaled);
-        store_weights<Row>(&shared.weight[s][head][place], scaled, unit);
+        store_weights<Row>(shared, s, head, place, scaled, unit, turns);
         moves |= unit > LARGEST_UNIT || biggest * unit > LARGEST_WEIGHT;
     }
     moves = __any_sync(ALL_LANES, moves);
@@ -608,7 +668,7 @@ __device__ bool weigh_tile(const smla_attend &work, Shared &shared, int stage, i
         const float fresh = exponent_of(biggest) - FRESH_WEIGHT;
         const float moved = fmaxf(fmaxf(exponent, fresh), -126.0f);
         const float unit = ptx::exp2_fast(-moved);
-        store_weights<Row>(&shared.weight[s][head][place], scaled, unit);
+        store_weights<Row>(shared, s, head, place, scaled, unit, turns);
         __syncwarp();
         if (place == 0) {
             shared.unit[s][head] = unit;
@@ -655,30 +715,21 @@ __device__ void rescale_values(const Shared &shared, const lane_place &lane,
     }
 }
 
-/* Adds the tile in `stage`, times its weights, to the group's value numbers. */
-template <typename Row, typename Block, typename Shared>
-__device__ void add_values(const Shared &shared, int stage, const lane_place &lane,
-                           value_sums<Block> &values)
+/* A pair of bfloat16 numbers as float16 ones. */
+__device__ uint32_t float16_pair(uint32_t pair)
 {
-    constexpr int TILES = Block::TILES;
-    uint32_t weights[TILES][4];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-#pragma unroll
-        for (int y = 0; y < 2; y++) {
-            const int head = lane.head + t * HEADS_OF_TILE + lane.row + 8 * y;
-            const uint2 pairs = *reinterpret_cast<const uint2 *>(
-                &shared.weight[lane.group % Row::SCALES][head][4 * lane.column]);
-            weights[t][y] = pairs.x;
-            weights[t][y + 2] = pairs.y;
-        }
-    }
-    /* 32 bytes of 16 entries in one load */
-    const int matrix = threadIdx.x % WARP / 8, line = threadIdx.x % 8;
-    const uint32_t tile = ptx::shared_address(shared.cache[stage]) +
-                          (line + matrix % 2 * 8) * Row::PITCH + lane.group * 128 * Row::NUMBER +
-                          matrix / 2 * 16;
+    return ptx::pack<__half>(number_of_bits<__nv_bfloat16>(pair & 0xFFFF),
+                             number_of_bits<__nv_bfloat16>(pair >> 16));
+}
+
+/* Adds the tile whose first line for this lane is at `tile` to the group's value numbers: `terms`
+ * products of Number each. */
+template <typename Row, typename Block, typename Number, int terms>
+__device__ void multiply_values(uint32_t tile, const uint32_t (&weights)[terms][Block::TILES][4],
+                                value_sums<Block> &values)
+{
     constexpr int BLOCKS = 4 / Row::NUMBER;
+    constexpr bool AS_STORED = std::is_same_v<Number, typename Row::Latent>;
 #pragma unroll
     for (int block = 0; block < VALUE_BLOCKS; block += BLOCKS) {
         uint32_t words[4];
@@ -696,18 +747,66 @@ __device__ void add_values(const Shared &shared, int stage, const lane_place &la
                 }
             } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) v[i / 2][i % 2] = words[i];
+                for (int i = 0; i < 4; i++) {
+                    v[i / 2][i % 2] = AS_STORED ? words[i] : float16_pair(words[i]);
+                }
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
 #pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    ptx::multiply<typename Row::Latent>(values.sums[t][block + b + i], weights[t],
-                                                        v[i][0], v[i][1]);
+                for (int t = 0; t < Block::TILES; t++) {
+#pragma unroll
+                    for (int term = 0; term < terms; term++) {
+                        ptx::multiply<Number>(values.sums[t][block + b + i], weights[term][t],
+                                              v[i][0], v[i][1]);
+                    }
                 }
             }
         }
     }
+}
+
+/* Adds the tile in `stage`, times its weights, to the group's value numbers; `large` are those that
+ * float16 does not have. */
+template <typename Row, typename Block, typename Shared>
+__device__ void add_values(const Shared &shared, int stage, const lane_place &lane, bool large,
+                           value_sums<Block> &values)
+{
+    uint32_t weights[Row::TERMS][Block::TILES][4];
+#pragma unroll
+    for (int term = 0; term < Row::TERMS; term++) {
+#pragma unroll
+        for (int t = 0; t < Block::TILES; t++) {
+#pragma unroll
+            for (int y = 0; y < 2; y++) {
+                const int head = lane.head + t * HEADS_OF_TILE + lane.row + 8 * y;
+                const uint2 pairs = *reinterpret_cast<const uint2 *>(
+                    &shared.weight[term][lane.group % Row::SCALES][head][4 * lane.column]);
+                weights[term][t][y] = pairs.x;
+                weights[term][t][y + 2] = pairs.y;
+            }
+        }
+    }
+    /* 32 bytes of 16 entries in one load */
+    const int matrix = threadIdx.x % WARP / 8, line = threadIdx.x % 8;
+    const uint32_t tile = ptx::shared_address(shared.cache[stage]) +
+                          (line + matrix % 2 * 8) * Row::PITCH + lane.group * 128 * Row::NUMBER +
+                          matrix / 2 * 16;
+    if constexpr (Row::CONVERTED) {
+        if (large) {
+            uint32_t terms[2][Block::TILES][4];
+#pragma unroll
+            for (int t = 0; t < Block::TILES; t++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    split_pair(weights[0][t][i], terms[0][t][i], terms[1][t][i]);
+                }
+            }
+            multiply_values<Row, Block, __nv_bfloat16>(tile, terms, values);
+            return;
+        }
+    }
+    multiply_values<Row, Block, __half>(tile, weights, values);
 }
 
 /* -------------------------------------------------------------------------- results */
@@ -836,10 +935,12 @@ __device__ void attend(const smla_gpu_attend &launch)
     const lane_place lane = place_of_lane<Block>();
     gather_state gather = {shared.piece.begin, 0, 0, 0, 0, 0};
     query_operand<Block> query;
-    softmax_state softmax = {-CUDART_INF_F, 0.0f};
+    softmax_state softmax = {-CUDART_INF_F, 0.0f,
+                             threadIdx.x % Block::LANES * Block::PER_THREAD * TURN};
     value_sums<Block> values = {};
     int stage = 0;      /* of tile i */
     bool moved = false; /* E, for any head of the block in tile i */
+    bool large = false; /* values of tile i, for this warp */
 
     /* The copies are stages - 1 tiles ahead of the values, the scores one. */
 #pragma unroll 1
@@ -857,11 +958,11 @@ __device__ void attend(const smla_gpu_attend &launch)
         moved = __syncthreads_or(moved); /* weights are there, and tile i + 1 */
         if (i >= 0) {
             if (moved) rescale_values<Row>(shared, lane, values);
-            add_values<Row, Block>(shared, stage, lane, values);
+            add_values<Row, Block>(shared, stage, lane, large, values);
             stage = stage + 1 == stages ? 0 : stage + 1;
             gather.tiles--;
         }
-        if (gather.tiles > 0) score_parts<Row, Block>(shared, stage, lane, query);
+        if (gather.tiles > 0) large = score_parts<Row, Block>(shared, stage, lane, query);
     }
 
     __syncthreads();

@@ -76,18 +76,19 @@ static enum smla_status plan_any(const struct smla_attend *work, const struct sm
                                  struct smla_plan *plan, struct smla_error *error)
 {
     enum { ENTRY_STEP = 128, INVARIANT_ENTRIES = 512, DEPTH = 4 };
-    int64_t a_head = (int64_t)(work->d_qk + work->d_v) * 4;
+    int64_t sums = work->q_dtype == SMLA_FLOAT32 ? 2 : 1; /* and what they have lost */
+    int64_t a_head = (work->d_qk + work->d_v * sums) * 4;
     bool wide = SMLA_ANY_FIXED_BYTES + SMLA_ANY_HEADS * a_head > SMLA_ANY_SHARED_BYTES;
     plan->kernel = "any";
     plan->kernel_id = wide ? SMLA_KERNEL_ATTEND_WIDE : SMLA_KERNEL_ATTEND;
     plan->combine_id = SMLA_KERNEL_COMBINE;
     plan->head_tile = wide ? 1 : SMLA_ANY_HEADS;
     int64_t shared = SMLA_ANY_FIXED_BYTES + plan->head_tile * a_head;
-    SMLA_FAIL_IF(
-        shared > SMLA_ANY_SHARED_BYTES, error, SMLA_ERROR_UNSUPPORTED,
-        "attend: on a GPU d_qk + d_v is at most %d, got %d + %d; tensors on the CPU may be "
-        "wider",
-        (SMLA_ANY_SHARED_BYTES - SMLA_ANY_FIXED_BYTES) / 4, work->d_qk, work->d_v);
+    SMLA_FAIL_IF(shared > SMLA_ANY_SHARED_BYTES, error, SMLA_ERROR_UNSUPPORTED,
+                 "attend: on a GPU %s is at most %d, got d_qk %d and d_v %d; tensors on the CPU "
+                 "may be wider",
+                 sums == 1 ? "d_qk + d_v" : "d_qk + 2 * d_v (float32)",
+                 (SMLA_ANY_SHARED_BYTES - SMLA_ANY_FIXED_BYTES) / 4, work->d_qk, work->d_v);
     plan->shared_bytes = (int32_t)shared;
     int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
     int64_t wanted = work->batch_invariant ? ceil_div(entries_of(work), INVARIANT_ENTRIES)
@@ -188,17 +189,16 @@ static void plan_sm80(const struct smla_attend *work, const struct smla_target *
                                                   : SMLA_KERNEL_SM80_COMBINE_MANY;
 }
 
-/* The kernel for any shape; the tensor-core kernels by name only, until every line of the contract
- * and every sanitizer has passed on each of them. */
+/* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */
 static enum smla_status plan_gpu(const struct smla_attend *work, const struct smla_target *target,
                                  const char *forced, struct smla_plan *plan,
                                  struct smla_error *error)
 {
-    bool sm80 = forced && !strcmp(forced, "sm80");
-    SMLA_FAIL_IF(forced && !sm80 && strcmp(forced, "any") != 0, error, SMLA_ERROR_VALUE,
+    bool sm80 = forced && !strcmp(forced, "sm80"), any = forced && !strcmp(forced, "any");
+    SMLA_FAIL_IF(forced && !sm80 && !any, error, SMLA_ERROR_VALUE,
                  "SPARSE_MLA_KERNEL: expected 'any' or 'sm80' for tensors on a GPU, got '%s'",
                  forced);
-    int32_t line = sm80 ? find_sm80(work) : -1;
+    int32_t line = any ? -1 : find_sm80(work);
     SMLA_FAIL_IF(sm80 && line < 0, error, SMLA_ERROR_UNSUPPORTED,
                  "SPARSE_MLA_KERNEL: sm80 takes bfloat16 and float16 queries of d_qk 576 or 512 "
                  "(as a pair: 512 and the rest), d_v 512, caches of one format whose rows are "

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import gc
 import importlib.util
 import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +17,10 @@ import pytest
 
 import sparse_mla
 from compare import check_call, to_framework, to_numpy
+
+# Otherwise JAX takes three quarters of a GPU's memory at its first call, for as long as the process
+# runs, and the other frameworks and processes go without.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def cpu_kernels() -> list[str]:
@@ -107,6 +115,27 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A test with this fixture runs on the GPU: as planned, and with every kernel forced."""
     return use(request.param, monkeypatch)
+
+
+@pytest.fixture
+def room() -> Iterator[Callable[[int], None]]:
+    """Skips where the GPU has not as many GiB left; gives them back behind the test, since PyTorch
+    would keep them. Processes that run tests at once take turns, so that each finds them there."""
+    import torch
+
+    def ask(gib: int) -> None:
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gib + 1:
+            pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} are free")
+
+    with open(__file__) as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        yield ask
+        # Of a failed test these hold its frame, and so its tensors.
+        sys.last_exc = sys.last_value = sys.last_traceback = None
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

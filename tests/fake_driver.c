@@ -13,7 +13,7 @@
 
 #include "gpu/driver.h"
 
-enum { DEVICES = 8, DEPTH = 8, NAMES = 64 };
+enum { DEVICES = 8, DEPTH = 8, NAMES = 128 };
 
 static struct CUevent_st {
     unsigned long long stream; /* where it was recorded */

@@ -15,11 +15,17 @@ from capsules import CUDA, Producer
 driver = ctypes.CDLL("libcuda.so.1")
 
 
-def tensor(*shape: int, device: int = 0, offset: int = 0, kind: type = Producer) -> Producer:
-    """A contiguous float32 tensor, `offset` numbers past an address that 32 divides."""
-    count = math.prod(shape)
-    numbers = np.empty(count + 8 + offset, np.float32)
-    begin = -(numbers.ctypes.data // 4) % 8 + offset
+def tensor(
+    *shape: int,
+    device: int = 0,
+    offset: int = 0,
+    kind: type = Producer,
+    dtype: type | str = np.float32,
+) -> Producer:
+    """A contiguous tensor, `offset` numbers past an address that 32 divides."""
+    count, size = math.prod(shape), np.dtype(dtype).itemsize
+    numbers = np.zeros(count + 32 // size + offset, dtype)
+    begin = -(numbers.ctypes.data // size) % (32 // size) + offset
     array = numbers[begin : begin + count].reshape(shape)
     return kind(array, device=(CUDA, device))
 

@@ -640,9 +640,13 @@ GIB = 2**30
 
 @pytest.mark.parametrize("cache_format", ["dense", "fp8_ds_mla"])
 @pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
-def test_2_09_caches_past_4_gib(cache_format: str, index_dtype: type, backend: Backend) -> None:
+def test_2_09_caches_past_4_gib(
+    cache_format: str, index_dtype: type, backend: Backend, request: pytest.FixtureRequest
+) -> None:
     """Slots around 2 GiB and 4 GiB, the last one, and the one where a cache of rows of 1152 bytes
     passes 2^32 (reports 14, 41, 42, 59)."""
+    if backend.device != "cpu":
+        request.getfixturevalue("room")(10)
     row = 1152 if cache_format == "dense" else 656
     slots = 9 * GIB // row
     cache = memory.lazy(slots * row, np.uint8).reshape(slots, row)
@@ -1925,6 +1929,23 @@ def test_2_16_values_that_cancel(dtype: str, backend: Backend) -> None:
     arguments["indices"][:] = RNG(0).permutation(130 * 16)[:2000]
     rows = RNG(1).standard_normal((130 * 16, 576))
     arguments["kv_cache"][...] = rows.reshape(arguments["kv_cache"].shape)
+    backend.check(arguments)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    ("cache_format", "heads", "copies"),
+    [("dense", 3, 20_000), ("dense", 40, 2048), ("fp8_ds_mla", 3, 20_000)],
+)
+def test_2_16_copies_of_one_entry(
+    cache_format: str, heads: int, copies: int, dtype: str, backend: Backend
+) -> None:
+    """Equal numbers under equal weights: what is lost in each addition, and in each rounding of a
+    weight, has the same sign."""
+    main = source(cache_format, topk=copies, num_blocks=2, padding=0)
+    arguments = cases.make(Case(dtype=dtype, heads=heads, out="float32", main=main))
+    arguments["indices"][:] = 3
+    arguments["indices"][:, : copies // 3] = 11
     backend.check(arguments)
 
 

@@ -3,7 +3,6 @@ and results that are those of the CPU and of the call before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -110,21 +109,6 @@ def test_two_caches(names: tuple[str, str], cuda: Backend) -> None:
 
 
 # --------------------------------------------------------------------------- sizes
-
-
-@pytest.fixture
-def room() -> Iterator[Callable[[int], None]]:
-    """Skips where the GPU has not as many GiB left; gives them back behind the test."""
-    import torch
-
-    def ask(gib: int) -> None:
-        free = torch.cuda.mem_get_info()[0]
-        if free < (gib + 1) * GIB:
-            pytest.skip(f"needs {gib} GiB of GPU memory, {free / GIB:.0f} are free")
-
-    torch.cuda.empty_cache()
-    yield ask
-    torch.cuda.empty_cache()
 
 
 def stored_rows(kind: tuple[str, int, str], count: int) -> np.ndarray:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import sparse_mla
+import test_gpu_driver
 from conftest import cpu_kernels
+from test_gpu_driver import needs_kernels, run
+
+fake = test_gpu_driver.fake
 
 SHAPE = {"batch": 4, "heads": 16, "topk": 2048}
 
@@ -118,3 +125,122 @@ def test_load_of_the_cpu_is_nothing() -> None:
     assert sparse_mla.load("cpu") is None
     assert sparse_mla.load() is None
     assert sparse_mla.synchronize("cpu") is None
+
+
+# ---------------------------------------------------------------- for the GPU of the made-up driver
+
+
+def planned(fake: Path, shapes: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
+    """What plan says of each shape for a GPU."""
+    code = f"import sparse_mla\nfor shape in {shapes!r}:\n"
+    code += "    print(sparse_mla.plan(**shape, device='cuda:0'))\n"
+    return [ast.literal_eval(line) for line in run(code, fake, **environment).splitlines()]
+
+
+CACHES = [
+    {"cache_format": "dense", "d_qk": 576},
+    {"cache_format": "dense", "d_qk": 512},
+    {"cache_format": "fp8_ds_mla", "d_qk": 576},
+    {"cache_format": "fp8_ds_mla_norope", "d_qk": 512},
+    {"cache_format": "fp8_tensor", "d_qk": 576},
+]
+SIZES = [
+    {"batch": batch, "heads": heads, "topk": topk, "batch_invariant": batch_invariant}
+    for batch, heads, topk in (
+        (0, 1, 0),
+        (1, 1, 0),
+        (1, 16, 2048),
+        (1, 128, 2051),
+        (3, 5, 63),
+        (16, 8, 2048),
+        (300, 64, 130),
+        (70_000, 24, 600),
+    )
+    for batch_invariant in (False, True)
+]
+
+
+@needs_kernels
+def test_tensor_cores_run_whatever_is_made_for_them(fake: Path) -> None:
+    """bfloat16 and float16 queries over each kind of cache, whatever the sizes; two caches of one
+    kind. float32, other widths and two kinds at once are for the kernel that takes everything."""
+    sm80 = [
+        {**size, **cache, "dtype": dtype}
+        for size, cache, dtype in itertools.product(SIZES, CACHES, ("bfloat16", "float16"))
+    ]
+    sm80 += [
+        {**SHAPE, **cache, "extra_topk": 640, "extra_cache_format": cache["cache_format"]}
+        for cache in CACHES
+    ]
+    everything = [{**size, **cache, "dtype": "float32"} for size in SIZES for cache in CACHES]
+    everything += [{**SHAPE, **cache, "d_v": d_v} for cache in CACHES for d_v in (1, 256, 511)]
+    everything += [{**SHAPE, "d_qk": d_qk, "d_v": 64} for d_qk in (64, 511, 513, 577)]
+    everything += [{**SHAPE, "d_qk": 1024}]
+    for one, other in (("dense", "fp8_ds_mla_norope"), ("fp8_ds_mla_norope", "dense")):
+        both = {"cache_format": one, "extra_cache_format": other, "extra_topk": 128}
+        everything.append({**SHAPE, "d_qk": 512, **both})
+    for kernel, shapes in (("sm80", sm80), ("any", everything)):
+        for shape, plan in zip(shapes, planned(fake, shapes), strict=True):
+            assert plan["kernel"] == kernel, shape
+    forced = planned(fake, sm80, SPARSE_MLA_KERNEL="any")
+    assert {plan["kernel"] for plan in forced} == {"any"}
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parts_on_a_gpu(dtype: str, fake: Path) -> None:
+    """Parts cover the entries; more than one is merged by a second launch, from a workspace of as
+    much as their results and no more; batch_invariant does not look at the batch."""
+    shapes = [{**size, **cache, "dtype": dtype} for size in SIZES for cache in CACHES]
+    for shape, plan in zip(shapes, planned(fake, shapes), strict=True):
+        splits, rows = plan["splits"], shape["batch"] * shape["heads"]
+        assert 1 <= splits <= 64
+        assert splits * plan["split_entries"] >= shape["topk"]
+        assert plan["launches"] == (2 if splits > 1 else 1)
+        assert plan["workspace_bytes"] == (splits > 1) * splits * rows * (512 + 2) * 4
+    for cache, heads in itertools.product(CACHES, (5, 16, 20, 128)):
+        shape = {**cache, "dtype": dtype, "heads": heads, "topk": 2051, "batch_invariant": True}
+        plans = planned(
+            fake,
+            [{**shape, "batch": batch, "s_q": s_q} for batch in (1, 2, 70, 5000) for s_q in (1, 3)],
+        )
+        for plan in plans:
+            for key in ("kernel", "splits", "split_entries", "head_tile"):
+                assert plan[key] == plans[0][key]
+
+
+CALLS = """
+import numpy as np, sparse_mla
+from fake_gpu import last_launch, tensor
+
+def attend(cache=0, stride=576, q=(576,), d_v=512):
+    queries = tuple(tensor(1, 16, width, dtype=np.float16) for width in q)
+    slots = tensor(1, 8, dtype=np.int32)
+    rows = tensor(4, 8, stride, offset=cache, dtype=np.float16)
+    if stride > 576:
+        rows.array = rows.array[..., :576]
+    out, lse = tensor(1, 16, d_v, dtype=np.float16), tensor(1, 16)
+    sparse_mla.attend(queries if len(q) > 1 else queries[0], rows, slots, out=out, lse=lse,
+                      softmax_scale=1.0, head_dim_v=d_v)
+    print(last_launch().kernel.decode())
+
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("call", "family"),
+    [
+        ("attend()", "sm80"),
+        ("attend(cache=8)", "sm80"),
+        ("attend(cache=1)", "any"),
+        ("attend(stride=584)", "sm80"),
+        ("attend(stride=577)", "any"),
+        ("attend(q=(512, 64))", "sm80"),
+        ("attend(q=(504, 72))", "any"),
+        ("attend(d_v=256)", "any"),
+    ],
+)
+def test_a_call_runs_on_what_its_memory_allows(call: str, family: str, fake: Path) -> None:
+    """Copies of 16 bytes want rows that begin at such an address, and a pair is cut at 512."""
+    assert run(CALLS + call, fake).startswith(family + "_")
