@@ -15,27 +15,158 @@ __device__ inline uint32_t shared_address(const void *pointer)
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+/* A number of which the compiler cannot tell that it has seen it before: what follows from it is
+ * worked out again where it is needed, instead of waiting in registers. */
+__device__ inline int fresh(int number)
+{
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
+__device__ inline float fresh(float number)
+{
+    asm volatile("" : "+f"(number));
+    return number;
+}
+
 /* -------------------------------------------------------------------------- copies (8.0) */
 
 /* 16 bytes from global to shared memory; with `bytes` 0 nothing is read and zeros are written. */
-__device__ inline void copy_16(uint32_t to, const void *from, int bytes)
+__device__ inline void copy_16(void *to, const void *from, int bytes)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
-                 : "r"(to), "l"(from), "r"(bytes)
+                 : "r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
 
-/* Closes this thread's group of copies. */
-__device__ inline void commit_copies()
+/* Whether there are bulk copies. */
+#if __CUDA_ARCH__ >= 900
+constexpr bool BULK_COPIES = true;
+#else
+constexpr bool BULK_COPIES = false;
+#endif
+
+/* Brings the 32 bytes around an address into L2. */
+__device__ inline void prefetch(const void *pointer)
 {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(pointer));
 }
 
-/* Until at most `groups` of this thread's groups, the newest, are under way. */
-template <int groups> __device__ inline void wait_copies()
+/* -------------------------------------------------------------------------- barriers (8.0) */
+
+/* Barriers of `threads` threads, whole warps, of the block: one of sixteen each, of which
+ * __syncthreads takes number 0. */
+__device__ inline void sync_threads(int barrier, int threads)
 {
-    asm volatile("cp.async.wait_group %0;" : : "n"(groups) : "memory");
+    asm volatile("bar.sync %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
+}
+
+/* Counts at the barrier as one that waits does, but goes on. */
+__device__ inline void arrive_threads(int barrier, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
+}
+
+/* A barrier that tells whether the condition holds in any of the threads. */
+__device__ inline bool sync_threads_or(int barrier, int threads, bool condition)
+{
+    int any;
+    asm volatile("{\n\t"
+                 ".reg .pred mine, all;\n\t"
+                 "setp.ne.s32 mine, %3, 0;\n\t"
+                 "bar.red.or.pred all, %1, %2, mine;\n\t"
+                 "selp.s32 %0, 1, 0, all;\n\t"
+                 "}"
+                 : "=r"(any)
+                 : "r"(barrier), "r"(threads), "r"((int)condition)
+                 : "memory");
+    return any;
+}
+
+/* A barrier in shared memory whose phases end when `count` arrivals have come. What a thread has
+ * written before it arrives can be read by those that have waited. */
+__device__ inline void init_phases(uint64_t *barrier, int count)
+{
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;"
+                 :
+                 : "r"(shared_address(barrier)), "r"(count)
+                 : "memory");
+}
+
+/* Before bulk copies meet barriers that this thread has made. */
+__device__ inline void publish_phases()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+__device__ inline void arrive(uint64_t *barrier)
+{
+    asm volatile("{\n\t"
+                 ".reg .b64 state;\n\t"
+                 "mbarrier.arrive.shared.b64 state, [%0];\n\t"
+                 "}"
+                 :
+                 : "r"(shared_address(barrier))
+                 : "memory");
+}
+
+/* Arrives, and has the phase wait for so many bytes of bulk copies, too. */
+__device__ inline void arrive_for_bulk(uint64_t *barrier, int bytes)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 :
+                 : "r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+#else
+    arrive(barrier);
+#endif
+}
+
+/* Bulk copies (9.0): `bytes`, a multiple of 16 at addresses that are, by one thread. They end the
+ * barrier's phase, not the thread's. */
+__device__ inline void copy_bulk(void *to, const void *from, int bytes, uint64_t *barrier)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
+                 :
+                 : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+#endif
+}
+
+/* Arrives when all copies that this thread has started are complete. */
+__device__ inline void arrive_after_copies(uint64_t *barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];"
+                 :
+                 : "r"(shared_address(barrier))
+                 : "memory");
+}
+
+/* Until the phase of this parity (0 for the first, 1 for the second) has ended. */
+__device__ inline void wait_phase(uint64_t *barrier, unsigned parity)
+{
+    unsigned ended;
+    do {
+#if __CUDA_ARCH__ >= 900
+#define SMLA_TEST_PHASE "mbarrier.try_wait.parity.shared.b64"
+#else
+#define SMLA_TEST_PHASE "mbarrier.test_wait.parity.shared.b64"
+#endif
+        asm volatile("{\n\t"
+                     ".reg .pred ended;\n\t" SMLA_TEST_PHASE " ended, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, ended;\n\t"
+                     "}"
+                     : "=r"(ended)
+                     : "r"(shared_address(barrier)), "r"(parity)
+                     : "memory");
+#undef SMLA_TEST_PHASE
+    } while (!ended);
 }
 
 /* -------------------------------------------------------------------------- matrices (8.0) */

@@ -1,19 +1,24 @@
 /* attend on tensor cores, on every GPU from 8.0 on: bfloat16 and float16 queries, d_qk 576 or 512,
  * d_v 512, cache rows of 16-byte alignment, at most 99 KB of shared memory.
  *
- * A block takes 16 * TILES heads of one row and one split of its entries. Of these it gathers the
- * valid ones, TILE at a time, into a ring of STAGES stages.
+ * A block takes some heads of one row and one split of its entries. Of these it gathers the valid
+ * ones, TILE at a time, into a ring of STAGES stages.
  *
- * A warp belongs to one of four groups and, of 64 heads, to one of two halves. Group g keeps of q
- * the latent numbers [128 g, 128 g + 128) and the rope numbers [16 g, 16 g + 16), of out the value
- * numbers [128 g, 128 g + 128), all in registers: a number of the cache is read twice from shared
- * memory, for the scores and for the values, however many heads there are. What a group makes of
- * a score is a part of it, so the four parts are added up through shared memory.
+ * A warp that multiplies belongs to one of four groups and, of 64 heads, to one of two halves.
+ * Group g keeps of q the latent numbers from 128 g on and the rope numbers from 16 g on, of out the
+ * value numbers from 128 g on, all in registers: a number of the cache is read twice from shared
+ * memory, for the scores and for the values, however many heads there are. What a group makes of a
+ * score is a part of it, so the four parts are added up through shared memory. These warps go
+ * through the tiles like this, where / stands for a barrier of theirs:
  *
- * The block goes through its tiles like this, where / stands for a barrier:
- *
- *   / start the copies of tile i + STAGES - 1; scores of tile i from their parts, weights
+ *   / scores of tile i from their parts, weights
  *   / values of tile i; parts of the scores of tile i + 1
+ *
+ * Of 16 heads two more warps gather, for whose registers there is room: they read indices and start
+ * copies while the others read q, and a tile is large enough for its weights not to cost more than
+ * its products. Blocks of more heads have no such room: there all warps gather, between the values
+ * and the next parts. Either way a tile is handed over by a barrier in shared memory, at which the
+ * copies themselves arrive.
  *
  * Numbers. A packed row's e4m3 numbers become float16 ones exactly, q is brought into float16's
  * range by a power of two of each head and group. Weights are 2^(score * log2(e) - M), with M the
@@ -43,8 +48,8 @@ namespace
 SMLA_SM80_KERNELS(SHARED_BYTES)
 #undef SHARED_BYTES
 
-constexpr int TILE = 16; /* entries: k of a value product, two columns of scores' n */
-constexpr int GROUPS = 4;
+constexpr int STEP = 16;          /* entries: k of a value product, two columns of scores' n */
+constexpr int GROUPS = 4;         /* of dims */
 constexpr int HEADS_OF_TILE = 16; /* m of a product */
 constexpr int LATENT = 512;
 constexpr int ROPE = 64;
@@ -76,61 +81,89 @@ template <typename Query, int format, int d_qk> struct cache_row {
     using Latent = std::conditional_t<E4M3, __half, Query>;
     using Rope = std::conditional_t<INLINE_SCALES, __nv_bfloat16, Latent>;
     static constexpr bool SPLIT_ROPE = HAS_ROPE && INLINE_SCALES && std::is_same_v<Query, __half>;
+    static constexpr int ROPE_TERMS = SPLIT_ROPE ? 2 : HAS_ROPE ? 1 : 0;
 
     /* What the values multiply are float16 numbers. */
     static constexpr bool CONVERTED = std::is_same_v<Latent, __nv_bfloat16>;
     static constexpr int TERMS = std::is_same_v<Query, __half> ? 2 : 1; /* of a weight */
 };
 
-template <int tiles, int halves> struct block_shape {
-    static constexpr int HEADS = HEADS_OF_TILE * tiles;
-    static constexpr int HALVES = halves;
-    static constexpr int TILES = tiles / HALVES; /* of a warp */
-    static constexpr int WARPS = GROUPS * HALVES;
-    static constexpr int THREADS = WARPS * WARP;
-    static constexpr int PER_THREAD = HEADS * TILE / THREADS; /* scores */
-    static constexpr int LANES = TILE / PER_THREAD;           /* that share a head's scores */
+template <int heads, int tile, int gather_warps> struct block_shape {
+    static constexpr int HEADS = heads;
+    static constexpr int TILE = tile; /* entries */
+    static constexpr int HALVES = heads == 64 ? 2 : 1;
+    static constexpr int TILES = heads / HEADS_OF_TILE / HALVES; /* of heads, of a warp */
+    static constexpr int MULTIPLIERS = GROUPS * HALVES * WARP;   /* threads */
+    static constexpr bool GATHER_WARPS = gather_warps > 0;       /* the first ones */
+    static constexpr bool BULK = ptx::BULK_COPIES && GATHER_WARPS;
+    static constexpr int GATHERERS = GATHER_WARPS ? gather_warps * WARP : MULTIPLIERS;
+    static constexpr int THREADS = MULTIPLIERS + gather_warps * WARP;
+    static constexpr int PER_THREAD = HEADS * TILE / MULTIPLIERS; /* scores */
+    static constexpr int LANES = TILE / PER_THREAD;               /* that share a head's */
 };
 
-template <int heads> using block_of = block_shape<heads / HEADS_OF_TILE, heads == 64 ? 2 : 1>;
+template <int heads>
+using block_of = block_shape<heads, heads == 16 ? 32 : 16, heads == 16 ? 2 : 0>;
 
-/* A tile's numbers of one head stand in the order in which a lane of the products needs them:
+/* 16 entries' numbers of one head stand in the order in which a lane of the products needs them:
  * lane c of a quad has places [4 c, 4 c + 4), which are the entries 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
  */
 __device__ int entry_of_place(int place)
 {
-    return place / 4 * 2 + place % 2 + place % 4 / 2 * 8;
+    return place / 16 * 16 + place % 16 / 4 * 2 + place % 2 + place % 4 / 2 * 8;
 }
 
+/* Numbers of a tile by head and entry. Steps are half a row of banks apart. */
+template <typename Number, typename Block> struct tile_numbers {
+    static constexpr int STEPS = Block::TILE / STEP;
+    Number number[STEPS][Block::HEADS + (STEPS > 1)][STEP];
+
+    __device__ Number *at(int head, int entry)
+    {
+        return &number[entry / STEP][head][entry % STEP];
+    }
+    __device__ const Number *at(int head, int entry) const
+    {
+        return &number[entry / STEP][head][entry % STEP];
+    }
+};
+
+/* Where those who gather together are in their entries. */
+struct gather_state {
+    int rounds; /* of GATHERERS entries that were looked at */
+    int found;  /* valid ones among them */
+};
+
 template <typename Row, typename Block, int stages> struct shared_state {
-    uint8_t cache[stages][TILE][Row::PITCH];
-    float part[GROUPS][Block::HEADS][TILE];                       /* of scores, by place */
-    uint16_t weight[Row::TERMS][Row::SCALES][Block::HEADS][TILE]; /* times scale / 2^E, by place */
-    float unit[Row::SCALES][Block::HEADS];                        /* 2^-E */
-    float rescale[Row::SCALES][Block::HEADS];                     /* of out, where E has moved */
-    float factor[Block::HEADS];                                   /* of out, at the end */
+    uint8_t cache[stages][Block::TILE][Row::PITCH];
+    tile_numbers<float, Block> part[GROUPS];                       /* of scores, by place */
+    tile_numbers<uint16_t, Block> weight[Row::TERMS][Row::SCALES]; /* times scale / 2^E, by entry */
+    float unit[Block::HEADS][Row::SCALES];                         /* 2^-E */
+    float rescale[Block::HEADS][Row::SCALES];                      /* of out, where E has moved */
+    float factor[Block::HEADS];                                    /* of out, at the end */
     float query_unit[Row::E4M3 ? GROUPS : 1][Row::E4M3 ? Block::HEADS : 1]; /* undoes q's power */
-    uint4 rope_rest[Row::SPLIT_ROPE ? Block::THREADS : 1][Row::SPLIT_ROPE ? Block::TILES : 1];
-    float tensor_scale[Row::TENSOR_SCALE ? stages : 1][TILE];
-    uint64_t entries[2 * Block::THREADS]; /* ring: address of the row, plus its source */
+    uint4 rope[Row::SPLIT_ROPE ? 2 : 1][Block::TILES]
+              [Row::HAS_ROPE ? Block::MULTIPLIERS : 1]; /* of q, as a thread multiplies it */
+    float tensor_scale[Row::TENSOR_SCALE ? stages : 1][Block::TILE];
+    uint64_t entries[2 * Block::GATHERERS]; /* ring: address of the row, plus its source */
+    uint64_t full[stages];                  /* a tile has come into the stage */
+    uint64_t empty[stages];                 /* and has been read, where warps only gather */
     piece piece;
     smla_row rows[2];
     unsigned long long first_fault; /* packed by note_fault; the lowest wins */
     unsigned int faults;
-    int valid[Block::WARPS];
+    gather_state gather[Block::GATHERERS / WARP]; /* of each warp, all the same */
+    float largest[Block::HEADS];                  /* score so far */
+    float sum[Block::MULTIPLIERS];                /* of weights, of a thread's places */
+    int size[stages]; /* entries of the tile; 0: there are no more tiles */
+    int valid[Block::GATHERERS / WARP];
+    bool large[Block::MULTIPLIERS / WARP]; /* float16 does not have all values of the warp */
 };
+
+/* Barriers of the block, beside number 0 of all of it. */
+enum { BARRIER_START = 1, BARRIER_GATHER, BARRIER_MULTIPLY };
 
 /* -------------------------------------------------------------------------- gathering */
-
-/* Where a block is in its entries; the same in every thread. */
-struct gather_state {
-    int64_t next;   /* entry of the piece to look at next */
-    unsigned first; /* place in the ring, modulo its size, of the first entry without a copy */
-    int waiting;    /* entries in the ring without a copy */
-    int stage;      /* of the next copies */
-    int tiles;      /* copied or being copied, but without weights yet */
-    int last_size;  /* entries of the newest of these; the others are full */
-};
 
 /* Faults are rare: they are folded in shared memory, where they cost no registers. */
 template <typename Shared>
@@ -140,15 +173,50 @@ __device__ void note_fault(Shared &shared, int64_t entry, int cause, int which)
     atomicAdd(&shared.faults, 1u);
 }
 
-/* The valid ones among the next THREADS entries go to the ring, in order. */
-template <typename Block, typename Shared>
-__device__ void find_entries(const smla_gpu_attend &launch, Shared &shared, gather_state &gather)
+template <typename Block> __device__ void sync_gatherers()
 {
-    constexpr int RING = 2 * Block::THREADS;
+    ptx::sync_threads(BARRIER_GATHER, Block::GATHERERS);
+}
+
+template <typename Block> __device__ void sync_multipliers()
+{
+    ptx::sync_threads(BARRIER_MULTIPLY, Block::MULTIPLIERS);
+}
+
+constexpr int AHEAD = 256; /* entries */
+
+/* Brings the indices of the AHEAD entries from `begin` on into L2. */
+template <typename Block>
+__device__ void prefetch_indices(const smla_gpu_attend &launch, int64_t begin, int64_t end,
+                                 const smla_row (&rows)[2])
+{
     const smla_attend &work = launch.work;
-    const int64_t entry = gather.next + threadIdx.x;
+    const int64_t entry = begin + threadIdx.x * (AHEAD / Block::GATHERERS);
     const int which = entry >= work.source[0].topk;
     const int64_t j = entry - (which ? work.source[0].topk : 0);
+    const smla_array &indices = work.source[which].indices;
+    if (indices.dtype && entry < end && j < rows[which].entries) {
+        const int64_t at = rows[which].indices + j * indices.stride[2];
+        ptx::prefetch(static_cast<const uint8_t *>(indices.data) +
+                      at * (indices.dtype == SMLA_INT64 ? 8 : 4));
+    }
+}
+
+/* The valid ones among the next GATHERERS entries go to the ring, in order. */
+template <typename Block, typename Shared>
+__device__ void find_entries(const smla_gpu_attend &launch, Shared &shared)
+{
+    constexpr int WARPS = Block::GATHERERS / WARP, RING = 2 * Block::GATHERERS;
+    const smla_attend &work = launch.work;
+    const int thread = ptx::fresh((int)threadIdx.x), warp = thread / WARP, lane = thread % WARP;
+    gather_state state = shared.gather[warp];
+    const int64_t next = shared.piece.begin + (int64_t)state.rounds * Block::GATHERERS;
+    const int64_t entry = next + thread;
+    const int which = entry >= work.source[0].topk;
+    const int64_t j = entry - (which ? work.source[0].topk : 0);
+    if (state.rounds % (AHEAD / Block::GATHERERS) == 0) {
+        prefetch_indices<Block>(launch, next + Block::GATHERERS, shared.piece.end, shared.rows);
+    }
     bool valid = false;
     smla_place place;
     if (entry < shared.piece.end && j < shared.rows[which].entries) {
@@ -157,55 +225,84 @@ __device__ void find_entries(const smla_gpu_attend &launch, Shared &shared, gath
         if (cause >= SMLA_FAULT_INDEX) note_fault(shared, entry, cause, which);
     }
     const unsigned votes = __ballot_sync(ALL_LANES, valid);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (lane == 0) shared.valid[warp] = __popc(votes);
-    __syncthreads();
-    unsigned at = gather.first + gather.waiting + __popc(votes & ((1u << lane) - 1));
-    for (int w = 0; w < Block::WARPS; w++) {
+    sync_gatherers<Block>();
+    unsigned at = state.found + __popc(votes & ((1u << lane) - 1));
+    for (int w = 0; w < WARPS; w++) {
         if (w < warp) at += shared.valid[w];
-        gather.waiting += shared.valid[w];
+        state.found += shared.valid[w];
     }
     if (valid) {
         shared.entries[at % RING] = reinterpret_cast<uint64_t>(
                                         smla_token(&work.source[which], &place)) |
                                     which;
     }
-    gather.next += Block::THREADS;
-    __syncthreads();
+    state.rounds++;
+    if (lane == 0) shared.gather[warp] = state;
+    sync_gatherers<Block>();
 }
 
-/* Starts the copies of the next tile, as one group of copies, empty where there are no entries
- * left. Rows that the last tile does not fill become zeros: nothing stale is ever multiplied. */
+/* Starts the copies of a tile, which follow one another, and returns its size: less than TILE at
+ * the end of the entries, and 0 behind it. Rows that are not filled become zeros: nothing stale is
+ * ever multiplied. */
 template <typename Row, typename Block, int stages, typename Shared>
-__device__ void copy_tile(const smla_gpu_attend &launch, Shared &shared, gather_state &gather)
+__device__ int copy_tile(const smla_gpu_attend &launch, Shared &shared, unsigned tile)
 {
-    constexpr int RING = 2 * Block::THREADS;
-    constexpr int LANES = Block::THREADS / TILE; /* that copy one row */
-    while (gather.waiting < TILE && gather.next < shared.piece.end) {
-        find_entries<Block>(launch, shared, gather);
+    constexpr int RING = 2 * Block::GATHERERS;
+    constexpr int LANES = Block::BULK || Block::GATHERERS / Block::TILE > 8
+                              ? Block::GATHERERS / Block::TILE
+                              : 8;                 /* that copy a row */
+    constexpr int ROWS = Block::GATHERERS / LANES; /* at once */
+    const int first = tile * Block::TILE;          /* of the valid entries */
+    const int thread = ptx::fresh((int)threadIdx.x);
+    const gather_state &state = shared.gather[thread / WARP];
+    while (state.found < first + Block::TILE &&
+           (int64_t)state.rounds * Block::GATHERERS < shared.piece.end - shared.piece.begin) {
+        find_entries<Block>(launch, shared);
     }
-    const int size = min(gather.waiting, TILE);
+    const int size = max(min(state.found - first, Block::TILE), 0);
+    const unsigned stage = tile % stages;
+    if (Block::GATHER_WARPS) {
+        ptx::wait_phase(&shared.empty[stage], (tile / stages & 1) ^ 1);
+    }
+    if (thread == 0) shared.size[stage] = size;
+    int bulk_rows = 0; /* that the warp copies */
     if (size > 0) {
-        const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-        const bool filled = row < size;
-        const uint64_t entry = filled ? shared.entries[(gather.first + row) % RING] : 0;
-        const uint8_t *from = reinterpret_cast<const uint8_t *>(entry & ~uint64_t{15});
-        const uint32_t to = ptx::shared_address(shared.cache[gather.stage][row]);
+        const int lane = thread % LANES;
 #pragma unroll
-        for (int at = lane * 16; at < Row::BYTES; at += LANES * 16) {
-            ptx::copy_16(to + at, from + at, filled ? 16 : 0);
+        for (int round = 0; round < Block::TILE; round += ROWS) {
+            const int row = round + thread / LANES;
+            const bool filled = row < size;
+            const uint64_t entry = filled ? shared.entries[(unsigned)(first + row) % RING] : 0;
+            const uint8_t *from = reinterpret_cast<const uint8_t *>(entry & ~uint64_t{15});
+            uint8_t *to = shared.cache[stage][row];
+            if (Block::BULK) {
+                const bool copies = filled && lane == 0;
+                bulk_rows += __popc(__ballot_sync(ALL_LANES, copies));
+                if (copies) ptx::copy_bulk(to, from, Row::BYTES, &shared.full[stage]);
+                if (!filled) {
+                    for (int at = lane * 16; at < Row::BYTES; at += LANES * 16) {
+                        *reinterpret_cast<uint4 *>(to + at) = uint4{};
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int at = lane * 16; at < Row::BYTES; at += LANES * 16) {
+                    ptx::copy_16(to + at, from + at, filled ? 16 : 0);
+                }
+            }
+            if (Row::TENSOR_SCALE && lane == 0) {
+                shared.tensor_scale[stage][row] = filled ? launch.work.source[entry & 1].scale
+                                                         : 0.0f;
+            }
         }
-        if (Row::TENSOR_SCALE && lane == 0) {
-            shared.tensor_scale[gather.stage][row] = filled ? launch.work.source[entry & 1].scale
-                                                            : 0.0f;
-        }
-        gather.first += size;
-        gather.waiting -= size;
-        gather.stage = gather.stage + 1 == stages ? 0 : gather.stage + 1;
-        gather.tiles++;
-        gather.last_size = size;
     }
-    ptx::commit_copies();
+    if (!Block::BULK) ptx::arrive_after_copies(&shared.full[stage]);
+    __syncwarp();
+    if (thread % WARP == 0) {
+        ptx::arrive_for_bulk(&shared.full[stage], bulk_rows * Row::BYTES);
+    }
+    return size;
 }
 
 /* -------------------------------------------------------------------------- the query */
@@ -216,12 +313,23 @@ struct lane_place {
     int head;   /* of the block's: the warp's first */
     int row;    /* of sums; the second is 8 further */
     int column; /* pair of columns of sums, pair of k */
+    int matrix; /* of the four that one instruction loads, whose address it gives */
+    int line;   /* of these */
 };
 
+/* A thread's number among those that multiply. */
+template <typename Block> __device__ int multiplier()
+{
+    return threadIdx.x - (Block::GATHER_WARPS ? Block::GATHERERS : 0);
+}
+
+/* Worked out again by every phase of a tile: the registers are needed for sums. */
 template <typename Block> __device__ lane_place place_of_lane()
 {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    return {warp % GROUPS, warp / GROUPS * Block::TILES * HEADS_OF_TILE, lane / QUAD, lane % QUAD};
+    const int thread = ptx::fresh(multiplier<Block>()), warp = thread / WARP, lane = thread % WARP;
+    return {warp % GROUPS, warp / GROUPS * Block::TILES * HEADS_OF_TILE,
+            lane / QUAD,   lane % QUAD,
+            lane / 8,      lane % 8};
 }
 
 template <typename Number> __device__ float number_of_bits(uint32_t bits);
@@ -260,30 +368,22 @@ template <typename Block> struct query_operand {
     uint32_t rope[Block::TILES][4];
 };
 
-/* Numbers d and d + 1, as they are stored: one word where the address allows it. */
-template <bool paired> __device__ uint32_t query_pair(const uint16_t *numbers, int d)
+/* The two pairs of a k step that a lane has of one head, as they are stored: of 2-byte cache
+ * numbers four numbers in two places, of e4m3 four neighbours. */
+template <bool e4m3, bool aligned>
+__device__ void load_pairs(const uint16_t *numbers, int column, uint32_t &first, uint32_t &second)
 {
-    if (paired) return *reinterpret_cast<const uint32_t *>(numbers + d);
-    return numbers[d] | (uint32_t)numbers[d + 1] << 16;
-}
-
-/* The pairs of one row of sums. */
-template <typename Row, bool paired>
-__device__ void load_head(const uint16_t *latent, const uint16_t *rope, int column, int y,
-                          uint32_t (&latent_words)[LATENT_STEPS][4], uint32_t (&rope_words)[4])
-{
-#pragma unroll
-    for (int i = y; i < 4; i += 2) {
-        const int natural = 2 * column + (i < 2 ? 0 : 8);
-        const int permuted = 4 * column + (i < 2 ? 0 : 2);
-#pragma unroll
-        for (int s = 0; s < LATENT_STEPS; s++) {
-            latent_words[s][i] = query_pair<paired>(latent,
-                                                    16 * s + (Row::E4M3 ? permuted : natural));
-        }
-        if (Row::HAS_ROPE) {
-            rope_words[i] = query_pair<paired>(rope, Row::E4M3_ROPE ? permuted : natural);
-        }
+    if (e4m3 && aligned) {
+        const uint2 pairs = *reinterpret_cast<const uint2 *>(numbers + 4 * column);
+        first = pairs.x;
+        second = pairs.y;
+    } else {
+        const uint16_t *at[2] = {numbers + (e4m3 ? 4 : 2) * column,
+                                 numbers + (e4m3 ? 4 * column + 2 : 2 * column + 8)};
+        first = aligned ? *reinterpret_cast<const uint32_t *>(at[0])
+                        : at[0][0] | (uint32_t)at[0][1] << 16;
+        second = aligned ? *reinterpret_cast<const uint32_t *>(at[1])
+                         : at[1][0] | (uint32_t)at[1][1] << 16;
     }
 }
 
@@ -335,42 +435,91 @@ __device__ float scale_head(int y, uint32_t (&latent)[LATENT_STEPS][4], uint32_t
     return power_of_two(exponent) * ptx::E4M3_UNIT;
 }
 
-template <typename Query, typename Row, typename Block, typename Shared>
-__device__ void load_query(const smla_attend &work, Shared &shared, const lane_place &lane,
-                           query_operand<Block> &query)
+/* Number d of a head's query. Its parts are the latent and the rope numbers, or one of all. */
+__device__ const uint16_t *query_number(const smla_attend &work, const piece &piece, int head,
+                                        int d)
 {
-    const piece &piece = shared.piece;
-    const int rope_part = work.q_width[0] == LATENT;
-    const auto part = [&](int which, int head) {
-        const int64_t *stride = work.q_stride[which];
-        return static_cast<const uint16_t *>(work.q[which]) + piece.batch * stride[0] +
-               piece.query * stride[1] + head * stride[2];
-    };
+    const int part = d >= work.q_width[0];
+    const int64_t *stride = work.q_stride[part];
+    return static_cast<const uint16_t *>(work.q[part]) + piece.batch * stride[0] +
+           piece.query * stride[1] + head * stride[2] + (part ? d - work.q_width[0] : d);
+}
+
+/* Whether the numbers of every head of q begin at a multiple of `bytes`. */
+__device__ bool is_query_aligned(const smla_attend &work, int bytes)
+{
+    uint64_t bits = 0;
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        bits |= reinterpret_cast<uintptr_t>(work.q[part]);
+#pragma unroll
+        for (int i = 0; i < 3; i++) bits |= work.q_stride[part][i] * 2;
+    }
+    return bits % bytes == 0;
+}
+
+template <typename Row, typename Block, bool aligned>
+__device__ void load_heads(const smla_attend &work, const piece &piece, query_operand<Block> &query)
+{
+    const lane_place lane = place_of_lane<Block>();
 #pragma unroll
     for (int t = 0; t < Block::TILES; t++) {
 #pragma unroll
         for (int y = 0; y < 2; y++) {
             const int of_block = lane.head + t * HEADS_OF_TILE + lane.row + 8 * y;
             const int head = min(piece.head + of_block, work.heads - 1);
-            const uint16_t *latent = part(0, head) + lane.group * 128;
-            const uint16_t *rope = Row::HAS_ROPE ? part(rope_part, head) + lane.group * 16 +
-                                                       (rope_part ? 0 : LATENT)
-                                                 : latent;
-            if ((reinterpret_cast<uintptr_t>(latent) | reinterpret_cast<uintptr_t>(rope)) % 4) {
-                load_head<Row, false>(latent, rope, lane.column, y, query.latent[t], query.rope[t]);
-            } else {
-                load_head<Row, true>(latent, rope, lane.column, y, query.latent[t], query.rope[t]);
+            const uint16_t *latent = query_number(work, piece, head, lane.group * 128);
+            const uint16_t *rope = Row::HAS_ROPE
+                                       ? query_number(work, piece, head, LATENT + lane.group * 16)
+                                       : latent;
+#pragma unroll
+            for (int s = 0; s < LATENT_STEPS; s++) {
+                load_pairs<Row::E4M3, aligned>(latent + 16 * s, lane.column, query.latent[t][s][y],
+                                               query.latent[t][s][y + 2]);
             }
-            if (Row::E4M3) {
+            if (Row::HAS_ROPE) {
+                load_pairs<Row::E4M3_ROPE, aligned>(rope, lane.column, query.rope[t][y],
+                                                    query.rope[t][y + 2]);
+            }
+        }
+    }
+}
+
+template <typename Row, typename Block>
+__device__ void load_query(const smla_attend &work, const piece &piece, query_operand<Block> &query)
+{
+    if (is_query_aligned(work, Row::E4M3 ? 8 : 4)) {
+        load_heads<Row, Block, true>(work, piece, query);
+    } else {
+        load_heads<Row, Block, false>(work, piece, query);
+    }
+}
+
+/* From numbers as they are stored to what is multiplied. */
+template <typename Query, typename Row, typename Block, typename Shared>
+__device__ void prepare_query(Shared &shared, query_operand<Block> &query)
+{
+    const lane_place lane = place_of_lane<Block>();
+#pragma unroll
+    for (int t = 0; t < Block::TILES; t++) {
+        if (Row::E4M3) {
+#pragma unroll
+            for (int y = 0; y < 2; y++) {
+                const int of_block = lane.head + t * HEADS_OF_TILE + lane.row + 8 * y;
                 const float unit = scale_head<Query, Row>(y, query.latent[t], query.rope[t]);
                 if (lane.column == 0) shared.query_unit[lane.group][of_block] = unit;
             }
         }
+        uint32_t rest[4];
         if (Row::SPLIT_ROPE) {
-            uint32_t rest[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) split_pair(query.rope[t][i], query.rope[t][i], rest[i]);
-            shared.rope_rest[threadIdx.x][t] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
+        }
+#pragma unroll
+        for (int term = 0; term < Row::ROPE_TERMS; term++) {
+            const uint32_t (&rope)[4] = term == 0 ? query.rope[t] : rest;
+            shared.rope[term][t][multiplier<Block>()] = make_uint4(rope[0], rope[1], rope[2],
+                                                                   rope[3]);
         }
     }
     __syncwarp();
@@ -393,26 +542,46 @@ __device__ __nv_bfloat162 larger_pair(__nv_bfloat162 largest, uint32_t pair)
     return __hmax2(largest, __habs2(reinterpret_cast<const __nv_bfloat162 &>(pair)));
 }
 
-/* shared.part[group] = q * k of the tile in `stage`, over the group's numbers. Returns whether
- * there are values among these that float16 does not have. */
+/* Adds q's rope numbers times those of 16 entries, blocks `step` and the next. */
 template <typename Row, typename Block, typename Shared>
-__device__ bool score_parts(Shared &shared, int stage, const lane_place &lane,
-                            const query_operand<Block> &query)
+__device__ void multiply_rope(const Shared &shared, const uint32_t (&k)[2][2], int step,
+                              float (&sums)[Block::TILES][Block::TILE / 8][4])
 {
+#pragma unroll
+    for (int t = 0; t < Block::TILES; t++) {
+#pragma unroll
+        for (int term = 0; term < Row::ROPE_TERMS; term++) {
+            const uint4 words = shared.rope[term][t][ptx::fresh(multiplier<Block>())];
+            const uint32_t q[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+            for (int block = 0; block < 2; block++) {
+                ptx::multiply<typename Row::Rope>(sums[t][step + block], q, k[block][0],
+                                                  k[block][1]);
+            }
+        }
+    }
+}
+
+/* shared.part[group] = q * k of the tile in `stage`, over the group's numbers. */
+template <typename Row, typename Block, typename Shared>
+__device__ void score_parts(Shared &shared, int stage, const query_operand<Block> &query)
+{
+    const lane_place lane = place_of_lane<Block>();
     constexpr int TILES = Block::TILES;
+    constexpr int BLOCKS = Block::TILE / 8;  /* of entries */
     constexpr float PAST_FLOAT16 = 65536.0f; /* the next bfloat16 number after the last */
-    float sums[TILES][2][4] = {};            /* entries 0 to 7, 8 to 15 */
+    float sums[TILES][BLOCKS][4] = {};
     __nv_bfloat162 largest = {};
 
     /* 64 bytes of 8 entries in one load: 2 steps of 2-byte numbers, 4 of e4m3 */
     constexpr int STEPS = 4 / Row::NUMBER;
-    const int matrix = threadIdx.x % WARP / 8, line = threadIdx.x % 8;
     const uint32_t tile = ptx::shared_address(shared.cache[stage]);
-    const uint32_t latent = tile + line * Row::PITCH + lane.group * 128 * Row::NUMBER + matrix * 16;
+    const uint32_t latent = tile + lane.line * Row::PITCH + lane.group * 128 * Row::NUMBER +
+                            lane.matrix * 16;
 #pragma unroll
     for (int step = 0; step < LATENT_STEPS; step += STEPS) {
 #pragma unroll
-        for (int block = 0; block < 2; block++) {
+        for (int block = 0; block < BLOCKS; block++) {
             uint32_t words[4];
             ptx::load_matrices(words, latent + block * 8 * Row::PITCH + step * 16 * Row::NUMBER);
             if (Row::CONVERTED) {
@@ -432,17 +601,15 @@ __device__ bool score_parts(Shared &shared, int stage, const lane_place &lane,
         }
     }
     if (Row::E4M3_ROPE && Row::HAS_ROPE) {
-        uint32_t words[2];
-        ptx::load_matrices(words,
-                           tile + threadIdx.x % TILE * Row::PITCH + Row::ROPE_AT + lane.group * 16);
 #pragma unroll
-        for (int block = 0; block < 2; block++) {
-            uint32_t k[2];
-            ptx::from_e4m3(k, words[block]);
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                ptx::multiply<typename Row::Rope>(sums[t][block], query.rope[t], k[0], k[1]);
-            }
+        for (int step = 0; step < BLOCKS; step += 2) {
+            uint32_t words[2], k[2][2];
+            ptx::load_matrices(words,
+                               tile + (step * 8 + lane.line + lane.matrix % 2 * 8) * Row::PITCH +
+                                   Row::ROPE_AT + lane.group * 16);
+            ptx::from_e4m3(k[0], words[0]);
+            ptx::from_e4m3(k[1], words[1]);
+            multiply_rope<Row, Block>(shared, k, step, sums);
         }
     }
     if (Row::E4M3) {
@@ -456,7 +623,7 @@ __device__ bool score_parts(Shared &shared, int stage, const lane_place &lane,
             }
         }
 #pragma unroll
-        for (int block = 0; block < 2; block++) {
+        for (int block = 0; block < BLOCKS; block++) {
 #pragma unroll
             for (int x = 0; x < 2; x++) {
                 const float scale = entry_scale<Row>(shared, stage, block * 8 + 2 * lane.column + x,
@@ -470,45 +637,38 @@ __device__ bool score_parts(Shared &shared, int stage, const lane_place &lane,
         }
     }
     if (!Row::E4M3_ROPE && Row::HAS_ROPE) {
-        uint32_t words[4];
-        ptx::load_matrices(words, tile + (line + matrix / 2 * 8) * Row::PITCH + Row::ROPE_AT +
-                                      lane.group * 32 + matrix % 2 * 16);
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            uint4 rest;
-            if (Row::SPLIT_ROPE) rest = shared.rope_rest[threadIdx.x][t];
-#pragma unroll
-            for (int block = 0; block < 2; block++) {
-                const uint32_t k[2] = {words[2 * block], words[2 * block + 1]};
-                ptx::multiply<typename Row::Rope>(sums[t][block], query.rope[t], k[0], k[1]);
-                if (Row::SPLIT_ROPE) {
-                    const uint32_t low[4] = {rest.x, rest.y, rest.z, rest.w};
-                    ptx::multiply<typename Row::Rope>(sums[t][block], low, k[0], k[1]);
-                }
-            }
+        for (int step = 0; step < BLOCKS; step += 2) {
+            uint32_t words[4];
+            ptx::load_matrices(words,
+                               tile + (step * 8 + lane.line + lane.matrix / 2 * 8) * Row::PITCH +
+                                   Row::ROPE_AT + lane.group * 32 + lane.matrix % 2 * 16);
+            const uint32_t k[2][2] = {{words[0], words[1]}, {words[2], words[3]}};
+            multiply_rope<Row, Block>(shared, k, step, sums);
         }
     }
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
         for (int y = 0; y < 2; y++) {
-            float *part = shared.part[lane.group][lane.head + t * HEADS_OF_TILE + lane.row + 8 * y];
-            *reinterpret_cast<float4 *>(part + 4 * lane.column) = make_float4(
-                sums[t][0][2 * y], sums[t][0][2 * y + 1], sums[t][1][2 * y], sums[t][1][2 * y + 1]);
+            const int head = lane.head + t * HEADS_OF_TILE + lane.row + 8 * y;
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block += 2) {
+                float *part = shared.part[lane.group].at(head, block * 8 + 4 * lane.column);
+                *reinterpret_cast<float4 *>(part) = make_float4(
+                    sums[t][block][2 * y], sums[t][block][2 * y + 1], sums[t][block + 1][2 * y],
+                    sums[t][block + 1][2 * y + 1]);
+            }
         }
     }
-    return Row::CONVERTED && __any_sync(ALL_LANES, fmaxf(__low2float(largest),
-                                                         __high2float(largest)) >= PAST_FLOAT16);
+    if (Row::CONVERTED) {
+        const float most = fmaxf(__low2float(largest), __high2float(largest));
+        const bool large = __any_sync(ALL_LANES, most >= PAST_FLOAT16);
+        if (threadIdx.x % WARP == 0) shared.large[multiplier<Block>() / WARP] = large;
+    }
 }
 
 /* -------------------------------------------------------------------------- weights */
-
-/* What the LANES threads of a head know of it. */
-struct softmax_state {
-    float largest;  /* score so far */
-    float sum;      /* of weights, of this thread's places */
-    uint32_t turns; /* of rounding: how many its first place has had, times TURN */
-};
 
 /* The golden section of 2^32: of its multiples, any run of them is spread evenly. */
 constexpr uint32_t TURN = 0x9E3779B9u;
@@ -529,6 +689,13 @@ __device__ float power_below(float number)
 __device__ float top_of(float largest)
 {
     return ceilf(largest * LOG2_E);
+}
+
+/* largest * log2(e) - M. Scores past 2^24 have M rounded to more than an integer, which counts for
+ * nothing beside their own rounding, so long as the largest weight stays about 1. */
+__device__ float rest_of(float largest, float top)
+{
+    return fminf(fmaxf(fmaf(largest, LOG2_E, -top), -1.0f), 0.0f);
 }
 
 constexpr float LONGEST_DROP = 512.0f; /* 2^-512 is 0 whatever it is multiplied with */
@@ -554,7 +721,7 @@ __device__ void sum_parts(const smla_attend &work, const Shared &shared, int siz
     float part[GROUPS][N];
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-        load_run<float>(shared.part[group][head], place, part[group]);
+        load_run<float>(shared.part[group].at(head, place), 0, part[group]);
     }
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -572,18 +739,25 @@ __device__ void sum_parts(const smla_attend &work, const Shared &shared, int siz
     }
 }
 
-/* scaled = weight * scale, of one of the entries' scales. Returns the largest. */
-template <typename Row, typename Shared, int N>
-__device__ float scale_weights(const Shared &shared, int stage, int scale, int place,
-                               const float (&weight)[N], float (&scaled)[N])
+/* The scales of N entries. */
+template <typename Row, int N> struct entry_scales {
+    float scale[N][Row::SCALES];
+};
+
+template <typename Row, int N, typename Shared>
+__device__ entry_scales<Row, N> load_scales(const Shared &shared, int stage, int place)
 {
-    float largest = 0.0f;
+    entry_scales<Row, N> scales;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        scaled[i] = weight[i] * entry_scale<Row>(shared, stage, entry_of_place(place + i), scale);
-        largest = fmaxf(largest, fabsf(scaled[i]));
+        const int entry = entry_of_place(place + i);
+        if (Row::INLINE_SCALES) {
+            load_run<float>(shared.cache[stage][entry] + Row::SCALES_AT, 0, scales.scale[i]);
+        } else {
+            scales.scale[i][0] = entry_scale<Row>(shared, stage, entry, 0);
+        }
     }
-    return largest;
+    return scales;
 }
 
 /* shared.weight = scaled * unit, of one of the entries' scales. */
@@ -601,90 +775,87 @@ __device__ void store_weights(Shared &shared, int scale, int head, int place,
     }
 #pragma unroll
     for (int term = 0; term < Row::TERMS; term++) {
-        number_run<uint32_t, N / 2> packed;
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
             const uint32_t pair = Row::TERMS == 1 ? ptx::cut(rest[i], rest[i + 1])
                                                   : ptx::pack<__half>(rest[i], rest[i + 1]);
-            packed.number[i / 2] = pair;
+            *reinterpret_cast<uint32_t *>(
+                shared.weight[term][scale].at(head, entry_of_place(place + i))) = pair;
             rest[i] -= number_of_bits<__half>(pair & 0xFFFF);
             rest[i + 1] -= number_of_bits<__half>(pair >> 16);
         }
-        *reinterpret_cast<number_run<uint32_t, N / 2> *>(
-            &shared.weight[term][scale][head][place]) = packed;
     }
 }
 
-/* Parts of the scores -> weights. Returns whether E has moved for any head of the warp; then
- * shared.rescale holds for all of the warp's heads what out has to be multiplied with. */
+/* Parts of the scores -> weights. Returns whether E has moved for any head of the warp;
+ * shared.rescale holds what out has to be multiplied with. */
 template <typename Row, typename Block, typename Shared>
-__device__ bool weigh_tile(const smla_attend &work, Shared &shared, int stage, int size,
-                           softmax_state &state)
+__device__ bool weigh_tile(const smla_attend &work, Shared &shared, unsigned tile, int stage)
 {
-    constexpr int LANES = Block::LANES, N = Block::PER_THREAD;
-    const int head = threadIdx.x / LANES, place = threadIdx.x % LANES * N;
+    constexpr int LANES = Block::LANES, N = Block::PER_THREAD, SCALES = Row::SCALES;
+    const int thread = ptx::fresh(multiplier<Block>());
+    const int head = thread / LANES, place = thread % LANES * N;
     float weight[N]; /* scores first */
-    sum_parts<Block>(work, shared, size, head, place, weight);
-    float largest = state.largest;
+    sum_parts<Block>(work, shared, shared.size[stage], head, place, weight);
+    const entry_scales<Row, N> scales = load_scales<Row, N>(shared, stage, place);
+    float units[SCALES];
+    load_run<float>(shared.unit[head], 0, units);
+    const float last = shared.largest[head];
+    float largest = last;
 #pragma unroll
     for (int i = 0; i < N; i++) largest = fmaxf(largest, weight[i]);
     largest = lanes_max<LANES>(largest);
-    const float top = top_of(largest), before = top_of(state.largest);
+    const float top = top_of(largest), before = top_of(last);
+    const float rest = rest_of(largest, top);
     const float drop = top == before ? 0.0f : fminf(top - before, LONGEST_DROP);
-    float sum = state.sum * ptx::exp2_fast(-drop);
+    float sum = shared.sum[thread] * ptx::exp2_fast(-drop);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        weight[i] = ptx::exp2_fast(fmaf(weight[i], LOG2_E, -top));
+        weight[i] = ptx::exp2_fast(fmaf(weight[i] - largest, LOG2_E, rest));
         sum += weight[i];
     }
-    const uint32_t turns = state.turns;
-    state = {largest, sum, turns + TILE * TURN};
+    shared.sum[thread] = sum;
 
     /* E as it is serves nearly always */
-    float scaled[N];
-    bool moves = false;
     const float rise = ptx::exp2_fast(drop);
+    float biggest[SCALES];
+    bool moves = false;
 #pragma unroll
-    for (int s = 0; s < Row::SCALES; s++) {
-        const float unit = shared.unit[s][head] * rise;
-        const float biggest = scale_weights<Row>(shared, stage, s, place, weight, scaled);
-        store_weights<Row>(shared, s, head, place, scaled, unit, turns);
-        moves |= unit > LARGEST_UNIT || biggest * unit > LARGEST_WEIGHT;
+    for (int s = 0; s < SCALES; s++) {
+        biggest[s] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            biggest[s] = fmaxf(biggest[s], fabsf(weight[i] * scales.scale[i][s]));
+        }
+        units[s] *= rise;
+        if (place == 0) shared.rescale[head][s] = 1.0f;
+        moves |= units[s] > LARGEST_UNIT || biggest[s] * units[s] > LARGEST_WEIGHT;
     }
     moves = __any_sync(ALL_LANES, moves);
-    if (!moves) {
-        __syncwarp();
-        if (drop > 0.0f && place == 0) {
+    if (moves) {
 #pragma unroll
-            for (int s = 0; s < Row::SCALES; s++) shared.unit[s][head] *= rise;
-        }
-        return false;
-    }
-#pragma unroll 1
-    for (int s = 0; s < Row::SCALES; s++) {
-        const float biggest = lanes_max<LANES>(
-            scale_weights<Row>(shared, stage, s, place, weight, scaled));
-        const float exponent = -exponent_of(shared.unit[s][head]) - drop;
-        const float fresh = exponent_of(biggest) - FRESH_WEIGHT;
-        const float moved = fmaxf(fmaxf(exponent, fresh), -126.0f);
-        const float unit = ptx::exp2_fast(-moved);
-        store_weights<Row>(shared, s, head, place, scaled, unit, turns);
-        __syncwarp();
-        if (place == 0) {
-            shared.unit[s][head] = unit;
-            shared.rescale[s][head] = ptx::exp2_fast(exponent - moved);
+        for (int s = 0; s < SCALES; s++) {
+            const float exponent = -exponent_of(shared.unit[head][s]) - drop;
+            const float fresh = exponent_of(lanes_max<LANES>(biggest[s])) - FRESH_WEIGHT;
+            const float moved = fmaxf(fmaxf(exponent, fresh), -126.0f);
+            units[s] = ptx::exp2_fast(-moved);
+            if (place == 0) shared.rescale[head][s] = ptx::exp2_fast(exponent - moved);
         }
     }
-    return true;
-}
-
-/* Between two tiles: only the warps for which E moves set rescale. */
-template <typename Row, typename Block, typename Shared>
-__device__ void reset_rescale(Shared &shared)
-{
-    const int head = threadIdx.x / Block::LANES, scale = threadIdx.x % Block::LANES;
-    if (scale < Row::SCALES) shared.rescale[scale][head] = 1.0f;
+#pragma unroll
+    for (int s = 0; s < SCALES; s++) {
+        float scaled[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) scaled[i] = ptx::fresh(weight[i]) * scales.scale[i][s];
+        store_weights<Row>(shared, s, head, place, scaled, units[s],
+                           (tile * Block::TILE + place) * TURN);
+    }
     __syncwarp();
+    if (place == 0) {
+        store_run<float>(shared.unit[head], 0, units);
+        shared.largest[head] = largest;
+    }
+    return moves;
 }
 
 /* -------------------------------------------------------------------------- values */
@@ -697,15 +868,15 @@ template <typename Block> struct value_sums {
 };
 
 template <typename Row, typename Block, typename Shared>
-__device__ void rescale_values(const Shared &shared, const lane_place &lane,
-                               value_sums<Block> &values)
+__device__ void rescale_values(const Shared &shared, value_sums<Block> &values)
 {
+    const lane_place lane = place_of_lane<Block>();
 #pragma unroll
     for (int t = 0; t < Block::TILES; t++) {
 #pragma unroll
         for (int y = 0; y < 2; y++) {
-            const float factor = shared.rescale[lane.group % Row::SCALES]
-                                               [lane.head + t * HEADS_OF_TILE + lane.row + 8 * y];
+            const float factor = shared.rescale[lane.head + t * HEADS_OF_TILE + lane.row + 8 * y]
+                                               [lane.group % Row::SCALES];
 #pragma unroll
             for (int b = 0; b < VALUE_BLOCKS; b++) {
                 values.sums[t][b][2 * y] *= factor;
@@ -722,10 +893,10 @@ __device__ uint32_t float16_pair(uint32_t pair)
                              number_of_bits<__nv_bfloat16>(pair >> 16));
 }
 
-/* Adds the tile whose first line for this lane is at `tile` to the group's value numbers: `terms`
- * products of Number each. */
-template <typename Row, typename Block, typename Number, int terms>
-__device__ void multiply_values(uint32_t tile, const uint32_t (&weights)[terms][Block::TILES][4],
+/* Adds 16 entries, the first line of which for this lane is at `entries`, times their weights to
+ * the group's value numbers, as products of Number. */
+template <typename Row, typename Block, typename Number>
+__device__ void multiply_values(uint32_t entries, const uint32_t (&weights)[Block::TILES][4],
                                 value_sums<Block> &values)
 {
     constexpr int BLOCKS = 4 / Row::NUMBER;
@@ -733,7 +904,7 @@ __device__ void multiply_values(uint32_t tile, const uint32_t (&weights)[terms][
 #pragma unroll
     for (int block = 0; block < VALUE_BLOCKS; block += BLOCKS) {
         uint32_t words[4];
-        ptx::load_transposed(words, tile + block * 8 * Row::NUMBER);
+        ptx::load_transposed(words, entries + block * 8 * Row::NUMBER);
 #pragma unroll
         for (int b = 0; b < BLOCKS; b += 2) {
             uint32_t v[2][2]; /* by block, by half of the entries */
@@ -755,10 +926,159 @@ __device__ void multiply_values(uint32_t tile, const uint32_t (&weights)[terms][
             for (int i = 0; i < 2; i++) {
 #pragma unroll
                 for (int t = 0; t < Block::TILES; t++) {
+                    ptx::multiply<Number>(values.sums[t][block + b + i], weights[t], v[i][0],
+                                          v[i][1]);
+                }
+            }
+        }
+    }
+}
+
+/* The weights of 16 entries from `step` on, as the left operand of the values. */
+template <typename Row, typename Block, typename Shared>
+__device__ void load_weights(const Shared &shared, int term, const lane_place &lane, int step,
+                             uint32_t (&weights)[Block::TILES][4])
+{
 #pragma unroll
-                    for (int term = 0; term < terms; term++) {
-                        ptx::multiply<Number>(values.sums[t][block + b + i], weights[term][t],
-                                              v[i][0], v[i][1]);
+    for (int t = 0; t < Block::TILES; t++) {
+        const int head = lane.head + t * HEADS_OF_TILE + lane.line + lane.matrix % 2 * 8;
+        ptx::load_matrices(weights[t],
+                           ptx::shared_address(shared.weight[term][lane.group % Row::SCALES].at(
+                               head, step + lane.matrix / 2 * 8)));
+    }
+}
+
+/* Adds the tile in `stage`, times its weights, to the group's value numbers, one term of the
+ * weights after the other. */
+template <typename Row, typename Block, typename Shared>
+__device__ void add_values(const Shared &shared, int stage, value_sums<Block> &values)
+{
+    const lane_place lane = place_of_lane<Block>();
+    /* 32 bytes of 16 entries in one load */
+    const uint32_t tile = ptx::shared_address(shared.cache[stage]) +
+                          (lane.line + lane.matrix % 2 * 8) * Row::PITCH +
+                          lane.group * 128 * Row::NUMBER + lane.matrix / 2 * 16;
+    uint32_t weights[Block::TILES][4];
+#pragma unroll
+    for (int step = 0; step < Block::TILE; step += STEP) {
+        const uint32_t entries = tile + step * Row::PITCH;
+        if constexpr (Row::CONVERTED) {
+            if (shared.large[multiplier<Block>() / WARP]) {
+#pragma unroll 1
+                for (int low = 0; low < 2; low++) {
+                    load_weights<Row, Block>(shared, 0, lane, step, weights);
+#pragma unroll
+                    for (int t = 0; t < Block::TILES; t++) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            uint32_t parts[2];
+                            split_pair(weights[t][i], parts[0], parts[1]);
+                            weights[t][i] = parts[low];
+                        }
+                    }
+                    multiply_values<Row, Block, __nv_bfloat16>(entries, weights, values);
+                }
+                continue;
+            }
+        }
+#pragma unroll
+        for (int term = 0; term < Row::TERMS; term++) {
+            load_weights<Row, Block>(shared, term, lane, step, weights);
+            multiply_values<Row, Block, __half>(entries, weights, values);
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------- results */
+
+/* Largest score and sum of every head, and the factor of its sums of values. */
+template <typename Block, typename Shared>
+__device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared)
+{
+    const smla_attend &work = launch.work;
+    const piece &piece = shared.piece;
+    float sum = shared.sum[multiplier<Block>()];
+#pragma unroll
+    for (int step = 1; step < Block::LANES; step *= 2) {
+        sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    }
+    const int head = multiplier<Block>() / Block::LANES;
+    if (threadIdx.x % Block::LANES != 0 || piece.head + head >= work.heads) return;
+    /* from weights relative to M to weights relative to the largest score */
+    const float largest = shared.largest[head];
+    const bool empty = sum == 0.0f;
+    float factor = empty ? 0.0f : ptx::exp2_fast(-rest_of(largest, top_of(largest)));
+    if (!empty) sum *= factor;
+    if (launch.splits == 1) {
+        factor *= finish_head(work, piece.batch, piece.query, piece.head + head, largest, sum);
+    } else {
+        const int64_t at = (piece.split * (work.batch * work.s_q) + piece.row) * work.heads +
+                           piece.head + head;
+        launch.part_max[at] = largest;
+        launch.part_sum[at] = sum;
+    }
+    shared.factor[head] = factor;
+}
+
+constexpr int RUN = 4; /* numbers that a lane writes at once */
+
+/* A lane's sums of one row of a pair of blocks as four neighbours. Of e4m3 numbers it has them so;
+ * of 2-byte ones two of either block, so that the even lanes of a quad take block 0 and the odd
+ * ones block 1. */
+template <typename Row>
+__device__ void join_blocks(const float (&first)[4], const float (&second)[4], int y, int column,
+                            float (&numbers)[4])
+{
+    if (Row::E4M3) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            numbers[i] = (i % 2 ? second[2 * y + i / 2] : first[2 * y + i / 2]) * ptx::E4M3_UNIT;
+        }
+        return;
+    }
+    const bool odd = column % 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float in_first = first[2 * y + i], in_second = second[2 * y + i];
+        const float kept = odd ? in_second : in_first;
+        const float other = __shfl_xor_sync(ALL_LANES, odd ? in_first : in_second, 1);
+        numbers[i] = odd ? other : kept;
+        numbers[i + 2] = odd ? kept : other;
+    }
+}
+
+/* The value numbers of the block, from number 0 of `row` on: four lanes side by side write whole
+ * sectors. */
+template <typename Row, typename Block, typename Number, bool in_runs, typename Shared>
+__device__ void store_values(const smla_gpu_attend &launch, const Shared &shared,
+                             const value_sums<Block> &values, void *data, int64_t row,
+                             int64_t stride)
+{
+    const lane_place lane = place_of_lane<Block>();
+    const int run = Row::E4M3 ? 4 * lane.column : lane.column % 2 * 8 + lane.column / 2 * 4;
+#pragma unroll
+    for (int t = 0; t < Block::TILES; t++) {
+#pragma unroll
+        for (int y = 0; y < 2; y++) {
+            const int of_block = lane.head + t * HEADS_OF_TILE + lane.row + 8 * y;
+            const int head = shared.piece.head + of_block;
+            const float factor = shared.factor[of_block];
+            const float power = 1.0f / shared.unit[of_block][lane.group % Row::SCALES];
+            const int64_t element = row + head * stride + lane.group * 128 + run;
+#pragma unroll
+            for (int b = 0; b < VALUE_BLOCKS; b += 2) {
+                float numbers[RUN];
+                join_blocks<Row>(values.sums[t][b], values.sums[t][b + 1], y, lane.column, numbers);
+#pragma unroll
+                for (int i = 0; i < RUN; i++) numbers[i] = numbers[i] * power * factor;
+                if (head >= launch.work.heads) continue;
+                if (in_runs) {
+                    store_run<Number>(data, element + 8 * b, numbers);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < RUN; i++) {
+                        static_cast<Number *>(data)[element + 8 * b + i] = static_cast<Number>(
+                            numbers[i]);
                     }
                 }
             }
@@ -766,138 +1086,36 @@ __device__ void multiply_values(uint32_t tile, const uint32_t (&weights)[terms][
     }
 }
 
-/* Adds the tile in `stage`, times its weights, to the group's value numbers; `large` are those that
- * float16 does not have. */
-template <typename Row, typename Block, typename Shared>
-__device__ void add_values(const Shared &shared, int stage, const lane_place &lane, bool large,
-                           value_sums<Block> &values)
+template <typename Row, typename Block, typename Number, typename Shared>
+__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared,
+                              const value_sums<Block> &values, void *data, int64_t row,
+                              int64_t stride)
 {
-    uint32_t weights[Row::TERMS][Block::TILES][4];
-#pragma unroll
-    for (int term = 0; term < Row::TERMS; term++) {
-#pragma unroll
-        for (int t = 0; t < Block::TILES; t++) {
-#pragma unroll
-            for (int y = 0; y < 2; y++) {
-                const int head = lane.head + t * HEADS_OF_TILE + lane.row + 8 * y;
-                const uint2 pairs = *reinterpret_cast<const uint2 *>(
-                    &shared.weight[term][lane.group % Row::SCALES][head][4 * lane.column]);
-                weights[term][t][y] = pairs.x;
-                weights[term][t][y + 2] = pairs.y;
-            }
-        }
-    }
-    /* 32 bytes of 16 entries in one load */
-    const int matrix = threadIdx.x % WARP / 8, line = threadIdx.x % 8;
-    const uint32_t tile = ptx::shared_address(shared.cache[stage]) +
-                          (line + matrix % 2 * 8) * Row::PITCH + lane.group * 128 * Row::NUMBER +
-                          matrix / 2 * 16;
-    if constexpr (Row::CONVERTED) {
-        if (large) {
-            uint32_t terms[2][Block::TILES][4];
-#pragma unroll
-            for (int t = 0; t < Block::TILES; t++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    split_pair(weights[0][t][i], terms[0][t][i], terms[1][t][i]);
-                }
-            }
-            multiply_values<Row, Block, __nv_bfloat16>(tile, terms, values);
-            return;
-        }
-    }
-    multiply_values<Row, Block, __half>(tile, weights, values);
-}
-
-/* -------------------------------------------------------------------------- results */
-
-/* Largest score and sum of every head, and the factor of its sums of values. */
-template <typename Block, typename Shared>
-__device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared, softmax_state state)
-{
-    const smla_attend &work = launch.work;
-    const piece &piece = shared.piece;
-#pragma unroll
-    for (int step = 1; step < Block::LANES; step *= 2) {
-        state.sum += __shfl_xor_sync(ALL_LANES, state.sum, step);
-    }
-    const int head = threadIdx.x / Block::LANES;
-    if (threadIdx.x % Block::LANES != 0 || piece.head + head >= work.heads) return;
-    /* from weights relative to M to weights relative to the largest score */
-    const bool empty = state.sum == 0.0f;
-    float factor = empty ? 0.0f
-                         : ptx::exp2_fast(fmaf(-state.largest, LOG2_E, top_of(state.largest)));
-    const float sum = empty ? 0.0f : state.sum * factor;
-    if (launch.splits == 1) {
-        factor *= finish_head(work, piece.batch, piece.query, piece.head + head, state.largest,
-                              sum);
+    const uintptr_t first = reinterpret_cast<uintptr_t>(static_cast<Number *>(data) + row);
+    if (first % (RUN * sizeof(Number)) == 0 && stride % RUN == 0) {
+        store_values<Row, Block, Number, true>(launch, shared, values, data, row, stride);
     } else {
-        const int64_t at = (piece.split * (work.batch * work.s_q) + piece.row) * work.heads +
-                           piece.head + head;
-        launch.part_max[at] = state.largest;
-        launch.part_sum[at] = sum;
+        store_values<Row, Block, Number, false>(launch, shared, values, data, row, stride);
     }
-    shared.factor[head] = factor;
 }
 
-/* The value numbers of the block, by way of shared memory, where a warp puts eight heads' numbers
- * of its group and reads each head's back in their order. The ring of tiles is free by now. */
-template <typename Row, typename Block, typename Shared>
-__device__ void store_results(const smla_gpu_attend &launch, Shared &shared, const lane_place &lane,
+/* The value numbers of the block: to out, or as a part of it to the workspace. */
+template <typename Query, typename Row, typename Block, typename Shared>
+__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared,
                               const value_sums<Block> &values)
 {
-    constexpr int NUMBERS = 128, PITCH = NUMBERS + 4, N = NUMBERS / WARP;
-    static_assert(sizeof(float) * Block::WARPS * 8 * PITCH <= sizeof(shared.cache), "");
     const smla_attend &work = launch.work;
     const piece &piece = shared.piece;
-    smla_output out = work.out;
-    int64_t row = element_of(out, piece.batch, piece.query, 0);
-    if (launch.splits > 1) {
-        out = {launch.part_out, {0, 0, LATENT}, SMLA_FLOAT32, 0};
-        row = (piece.split * (work.batch * work.s_q) + piece.row) * work.heads * LATENT;
-    }
-    const int bytes = out.dtype == SMLA_FLOAT32 ? 4 : 2;
-    const bool aligned = (reinterpret_cast<uintptr_t>(out.data) + row * bytes) % (N * bytes) == 0 &&
-                         out.stride[2] % N == 0;
-    float *staged = reinterpret_cast<float *>(shared.cache) + threadIdx.x / WARP * 8 * PITCH;
-    const int from = threadIdx.x % WARP * N;
-
-#pragma unroll
-    for (int t = 0; t < Block::TILES; t++) {
-#pragma unroll
-        for (int y = 0; y < 2; y++) {
-            const int first = lane.head + t * HEADS_OF_TILE + 8 * y;
-            const float power = 1.0f / shared.unit[lane.group % Row::SCALES][first + lane.row];
-            const float factor = shared.factor[first + lane.row];
-#pragma unroll
-            for (int b = 0; b < VALUE_BLOCKS; b++) {
-#pragma unroll
-                for (int x = 0; x < 2; x++) {
-                    const int number = Row::E4M3 ? b / 2 * 16 + 2 * (2 * lane.column + x) + b % 2
-                                                 : b * 8 + 2 * lane.column + x;
-                    const float sum = values.sums[t][b][2 * y + x];
-                    staged[lane.row * PITCH + number] = (Row::E4M3 ? sum * ptx::E4M3_UNIT : sum) *
-                                                        power * factor;
-                }
-            }
-            __syncwarp();
-#pragma unroll 1
-            for (int i = 0; i < min(8, work.heads - piece.head - first); i++) {
-                float numbers[N];
-                load_run<float>(staged, i * PITCH + from, numbers);
-                const int64_t element = row + (piece.head + first + i) * out.stride[2] +
-                                        lane.group * NUMBERS + from;
-                if (aligned) {
-                    store_numbers(out.data, out.dtype, element, numbers);
-                    continue;
-                }
-                for (int n = 0; n < N; n++) {
-                    const float number[1] = {staged[i * PITCH + from + n]};
-                    store_numbers(out.data, out.dtype, element + n, number);
-                }
-            }
-            __syncwarp();
-        }
+    const bool is_part = launch.splits > 1;
+    void *data = is_part ? launch.part_out : work.out.data;
+    const int64_t row = is_part ? (piece.split * (work.batch * work.s_q) + piece.row) * work.heads *
+                                      LATENT
+                                : element_of(work.out, piece.batch, piece.query, 0);
+    const int64_t stride = is_part ? LATENT : work.out.stride[2];
+    if (is_part || work.out.dtype == SMLA_FLOAT32) {
+        store_results<Row, Block, float>(launch, shared, values, data, row, stride);
+    } else {
+        store_results<Row, Block, Query>(launch, shared, values, data, row, stride);
     }
 }
 
@@ -905,6 +1123,46 @@ __device__ void store_results(const smla_gpu_attend &launch, Shared &shared, con
 
 /* The largest of the blocks' shared memory that is declared where it is used. */
 constexpr int OTHER_SHARED = 128;
+
+/* The work of a thread that multiplies, from the first tile to the results. */
+template <typename Query, typename Row, typename Block, int stages, typename Shared>
+__device__ void attend_tiles(const smla_gpu_attend &launch, Shared &shared,
+                             query_operand<Block> &query)
+{
+    const smla_attend &work = launch.work;
+    value_sums<Block> values = {};
+
+    /* Where these threads gather, too, the copies are stages - 1 tiles ahead. */
+    if (!Block::GATHER_WARPS) {
+        for (int tile = 0; tile < stages - 1; tile++) {
+            copy_tile<Row, Block, stages>(launch, shared, tile);
+        }
+    }
+    prepare_query<Query, Row>(shared, query);
+#pragma unroll 1
+    for (unsigned tile = 0;; tile++) {
+        const int stage = tile % stages;
+        ptx::wait_phase(&shared.full[stage], tile / stages & 1);
+        if (shared.size[stage] == 0) break;
+        score_parts<Row, Block>(shared, stage, query);
+        sync_multipliers<Block>(); /* scores' parts are there, the last tile is done with */
+        const bool moves = weigh_tile<Row, Block>(work, shared, tile, stage);
+        if (ptx::sync_threads_or(BARRIER_MULTIPLY, Block::MULTIPLIERS, moves)) {
+            rescale_values<Row>(shared, values);
+        }
+        add_values<Row, Block>(shared, stage, values);
+        if (Block::GATHER_WARPS) {
+            __syncwarp();
+            if (threadIdx.x % WARP == 0) ptx::arrive(&shared.empty[stage]);
+        } else {
+            copy_tile<Row, Block, stages>(launch, shared, tile + stages - 1);
+        }
+    }
+    sync_multipliers<Block>();
+    finish_heads<Block>(launch, shared);
+    sync_multipliers<Block>();
+    store_results<Query, Row>(launch, shared, values);
+}
 
 template <typename Query, int format, int d_qk, typename Block, int stages, int shared_bytes>
 __device__ void attend(const smla_gpu_attend &launch)
@@ -918,57 +1176,38 @@ __device__ void attend(const smla_gpu_attend &launch)
     const smla_attend &work = launch.work;
 
     ptx::allow_next_launch();
+    const piece piece = piece_of_block(launch, blockIdx.x, Block::HEADS);
     if (threadIdx.x == 0) {
-        shared.piece = piece_of_block(launch, blockIdx.x, Block::HEADS);
+        shared.piece = piece;
         shared.first_fault = ~0ull;
         shared.faults = 0;
+        for (int stage = 0; stage < stages; stage++) {
+            ptx::init_phases(&shared.full[stage],
+                             Block::GATHERERS / WARP + (Block::BULK ? 0 : Block::GATHERERS));
+            ptx::init_phases(&shared.empty[stage], Block::MULTIPLIERS / WARP);
+        }
+        ptx::publish_phases();
+        for (gather_state &state : shared.gather) state = {0, 0};
         fault_tally faults = {};
         open_rows(work, shared.piece, shared.rows, faults);
         if (faults.count) note_fault(shared, faults.entry, faults.cause, faults.source);
     }
-    for (int i = threadIdx.x; i < Row::SCALES * Block::HEADS; i += Block::THREADS) {
-        shared.unit[i / Block::HEADS][i % Block::HEADS] = LARGEST_UNIT;
-        shared.rescale[i / Block::HEADS][i % Block::HEADS] = 1.0f;
-    }
-    __syncthreads();
-
-    const lane_place lane = place_of_lane<Block>();
-    gather_state gather = {shared.piece.begin, 0, 0, 0, 0, 0};
-    query_operand<Block> query;
-    softmax_state softmax = {-CUDART_INF_F, 0.0f,
-                             threadIdx.x % Block::LANES * Block::PER_THREAD * TURN};
-    value_sums<Block> values = {};
-    int stage = 0;      /* of tile i */
-    bool moved = false; /* E, for any head of the block in tile i */
-    bool large = false; /* values of tile i, for this warp */
-
-    /* The copies are stages - 1 tiles ahead of the values, the scores one. */
-#pragma unroll 1
-    for (int i = 1 - stages; i < 0 || gather.tiles > 0; i++) {
-        if (i >= 0) __syncthreads(); /* scores' parts are there; tile i - 1 is done with */
-        copy_tile<Row, Block, stages>(launch, shared, gather);
-        if (i < -1) continue;
-        if (i == -1) load_query<Query, Row>(work, shared, lane, query);
-        if (i >= 0) {
-            const int size = gather.tiles == 1 ? gather.last_size : TILE;
-            if (moved) reset_rescale<Row, Block>(shared);
-            moved = weigh_tile<Row, Block>(work, shared, stage, size, softmax);
+    if (Block::GATHER_WARPS && threadIdx.x < Block::GATHERERS) {
+        sync_gatherers<Block>();
+        ptx::arrive_threads(BARRIER_START, Block::THREADS);
+        unsigned tile = 0;
+        while (copy_tile<Row, Block, stages>(launch, shared, tile) > 0) tile++;
+    } else {
+        query_operand<Block> query;
+        shared.sum[multiplier<Block>()] = 0.0f;
+        for (int i = multiplier<Block>(); i < Row::SCALES * Block::HEADS; i += Block::MULTIPLIERS) {
+            shared.unit[i / Row::SCALES][i % Row::SCALES] = LARGEST_UNIT;
+            shared.largest[i / Row::SCALES] = -CUDART_INF_F;
         }
-        ptx::wait_copies<stages - 2>();
-        moved = __syncthreads_or(moved); /* weights are there, and tile i + 1 */
-        if (i >= 0) {
-            if (moved) rescale_values<Row>(shared, lane, values);
-            add_values<Row, Block>(shared, stage, lane, large, values);
-            stage = stage + 1 == stages ? 0 : stage + 1;
-            gather.tiles--;
-        }
-        if (gather.tiles > 0) large = score_parts<Row, Block>(shared, stage, lane, query);
+        load_query<Row>(work, piece, query);
+        ptx::sync_threads(BARRIER_START, Block::THREADS);
+        attend_tiles<Query, Row, Block, stages>(launch, shared, query);
     }
-
-    __syncthreads();
-    finish_heads<Block>(launch, shared, softmax);
-    __syncthreads();
-    store_results<Row, Block>(launch, shared, lane, values);
     if (work.record && shared.piece.head == 0) {
         fault_tally faults = {};
         if (threadIdx.x == 0 && shared.faults) {

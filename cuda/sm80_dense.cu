@@ -10,9 +10,9 @@
                name##_##d_qk##_##heads##_shared>(launch);                                          \
     }
 #define ATTEND_HEADS(name, Query, d_qk)                                                            \
-    ATTEND(name, Query, d_qk, 16, 4, 2)                                                            \
+    ATTEND(name, Query, d_qk, 16, 2, 2)                                                            \
     ATTEND(name, Query, d_qk, 32, 4, 2)                                                            \
-    ATTEND(name, Query, d_qk, 64, 4, 1)
+    ATTEND(name, Query, d_qk, 64, 3, 1)
 
 ATTEND_HEADS(sm80_bf16, __nv_bfloat16, 576)
 ATTEND_HEADS(sm80_bf16, __nv_bfloat16, 512)

@@ -9,7 +9,7 @@
         attend<Query, format, d_qk, block_of<heads>, stages, name##_##heads##_shared>(launch);     \
     }
 #define ATTEND_HEADS(name, Query, format, d_qk)                                                    \
-    ATTEND(name, Query, format, d_qk, 16, 4, 3)                                                    \
+    ATTEND(name, Query, format, d_qk, 16, 3, 2)                                                    \
     ATTEND(name, Query, format, d_qk, 32, 4, 2)                                                    \
     ATTEND(name, Query, format, d_qk, 64, 4, 1)
 

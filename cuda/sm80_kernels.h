@@ -7,39 +7,39 @@
 // clang-format off
 /* sm80_dense.cu */
 #define SMLA_SM80_DENSE_KERNELS(X)                                                                 \
-    X(sm80_bf16_576_16, 16, 128, 81920)                                                            \
-    X(sm80_bf16_576_32, 32, 128, 86720)                                                            \
-    X(sm80_bf16_576_64, 64, 256, 98384)                                                            \
-    X(sm80_bf16_512_16, 16, 128, 73728)                                                            \
-    X(sm80_bf16_512_32, 32, 128, 78528)                                                            \
-    X(sm80_bf16_512_64, 64, 256, 90192)                                                            \
-    X(sm80_fp16_576_16, 16, 128, 82432)                                                            \
-    X(sm80_fp16_576_32, 32, 128, 87744)                                                            \
-    X(sm80_fp16_576_64, 64, 256, 100432)                                                            \
-    X(sm80_fp16_512_16, 16, 128, 74240)                                                            \
-    X(sm80_fp16_512_32, 32, 128, 79552)                                                            \
-    X(sm80_fp16_512_64, 64, 256, 92240)
+    X(sm80_bf16_576_16, 16, 192, 88800)                                                            \
+    X(sm80_bf16_576_32, 32, 128, 91552)                                                            \
+    X(sm80_bf16_576_64, 64, 256, 89280)                                                            \
+    X(sm80_bf16_512_16, 16, 192, 78576)                                                            \
+    X(sm80_bf16_512_32, 32, 128, 79296)                                                            \
+    X(sm80_bf16_512_64, 64, 256, 74976)                                                            \
+    X(sm80_fp16_576_16, 16, 192, 89888)                                                            \
+    X(sm80_fp16_576_32, 32, 128, 92576)                                                            \
+    X(sm80_fp16_576_64, 64, 256, 91328)                                                           \
+    X(sm80_fp16_512_16, 16, 192, 79664)                                                            \
+    X(sm80_fp16_512_32, 32, 128, 80320)                                                            \
+    X(sm80_fp16_512_64, 64, 256, 77024)
 
 /* sm80_fp8.cu */
 #define SMLA_SM80_FP8_KERNELS(X)                                                                   \
-    X(sm80_bf16_fp8_ds_mla_16, 16, 128, 51312)                                                     \
-    X(sm80_bf16_fp8_ds_mla_32, 32, 128, 58288)                                                     \
-    X(sm80_bf16_fp8_ds_mla_64, 64, 256, 74304)                                                     \
-    X(sm80_bf16_fp8_ds_mla_norope_16, 16, 128, 43120)                                              \
-    X(sm80_bf16_fp8_ds_mla_norope_32, 32, 128, 50096)                                              \
-    X(sm80_bf16_fp8_ds_mla_norope_64, 64, 256, 66112)                                              \
-    X(sm80_bf16_fp8_tensor_16, 16, 128, 45488)                                                     \
-    X(sm80_bf16_fp8_tensor_32, 32, 128, 50544)                                                     \
-    X(sm80_bf16_fp8_tensor_64, 64, 256, 62720)                                                     \
-    X(sm80_fp16_fp8_ds_mla_16, 16, 128, 55392)                                                     \
-    X(sm80_fp16_fp8_ds_mla_32, 32, 128, 66464)                                                     \
-    X(sm80_fp16_fp8_ds_mla_64, 64, 256, 90672)                                                     \
-    X(sm80_fp16_fp8_ds_mla_norope_16, 16, 128, 45168)                                              \
-    X(sm80_fp16_fp8_ds_mla_norope_32, 32, 128, 54192)                                              \
-    X(sm80_fp16_fp8_ds_mla_norope_64, 64, 256, 74304)                                              \
-    X(sm80_fp16_fp8_tensor_16, 16, 128, 46000)                                                     \
-    X(sm80_fp16_fp8_tensor_32, 32, 128, 51568)                                                     \
-    X(sm80_fp16_fp8_tensor_64, 64, 256, 64768)
+    X(sm80_bf16_fp8_ds_mla_16, 16, 192, 80944)                                                     \
+    X(sm80_bf16_fp8_ds_mla_32, 32, 128, 63120)                                                     \
+    X(sm80_bf16_fp8_ds_mla_64, 64, 256, 83920)                                                     \
+    X(sm80_bf16_fp8_ds_mla_norope_16, 16, 192, 66624)                                              \
+    X(sm80_bf16_fp8_ds_mla_norope_32, 32, 128, 50864)                                              \
+    X(sm80_bf16_fp8_ds_mla_norope_64, 64, 256, 67568)                                              \
+    X(sm80_bf16_fp8_tensor_16, 16, 192, 71408)                                                     \
+    X(sm80_bf16_fp8_tensor_32, 32, 128, 55376)                                                     \
+    X(sm80_bf16_fp8_tensor_64, 64, 256, 72336)                                                     \
+    X(sm80_fp16_fp8_ds_mla_16, 16, 192, 87344)                                                     \
+    X(sm80_fp16_fp8_ds_mla_32, 32, 128, 71312)                                                     \
+    X(sm80_fp16_fp8_ds_mla_64, 64, 256, 100304)                                                     \
+    X(sm80_fp16_fp8_ds_mla_norope_16, 16, 192, 70976)                                              \
+    X(sm80_fp16_fp8_ds_mla_norope_32, 32, 128, 54960)                                              \
+    X(sm80_fp16_fp8_ds_mla_norope_64, 64, 256, 75760)                                              \
+    X(sm80_fp16_fp8_tensor_16, 16, 192, 72496)                                                     \
+    X(sm80_fp16_fp8_tensor_32, 32, 128, 56400)                                                     \
+    X(sm80_fp16_fp8_tensor_64, 64, 256, 74384)
 // clang-format on
 
 #define SMLA_SM80_KERNELS(X) SMLA_SM80_DENSE_KERNELS(X) SMLA_SM80_FP8_KERNELS(X)

@@ -100,24 +100,23 @@ static enum smla_status plan_any(const struct smla_attend *work, const struct sm
 }
 
 /* The tensor-core kernels, by what they are made for; each is followed by the ones for 32 and 64
- * heads. `resident` is how many blocks of 16 heads the registers of a multiprocessor hold. */
+ * heads. */
 static const struct {
     enum smla_dtype dtype;
     enum smla_format format;
     int32_t d_qk;
     int32_t kernel;
-    int32_t resident;
 } SM80[] = {
-    {SMLA_BFLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_bf16_576_16, 2},
-    {SMLA_BFLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_bf16_512_16, 2},
-    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_16, 3},
-    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_norope_16, 3},
-    {SMLA_BFLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_bf16_fp8_tensor_16, 3},
-    {SMLA_FLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_fp16_576_16, 2},
-    {SMLA_FLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_fp16_512_16, 2},
-    {SMLA_FLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_16, 3},
-    {SMLA_FLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_norope_16, 3},
-    {SMLA_FLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_fp16_fp8_tensor_16, 3},
+    {SMLA_BFLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_bf16_576_16},
+    {SMLA_BFLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_bf16_512_16},
+    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_16},
+    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_norope_16},
+    {SMLA_BFLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_bf16_fp8_tensor_16},
+    {SMLA_FLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_fp16_576_16},
+    {SMLA_FLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_fp16_512_16},
+    {SMLA_FLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_16},
+    {SMLA_FLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_norope_16},
+    {SMLA_FLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_fp16_fp8_tensor_16},
 };
 
 static bool is_aligned(const struct smla_source *source)
@@ -149,42 +148,51 @@ static int32_t sm80_heads(const struct smla_attend *work)
     return work->heads <= 16 || few ? 16 : work->heads <= 32 ? 32 : 64;
 }
 
-/* What `splits` parts of a row cost, in the time of a tile of 16 entries: every round of blocks
- * its longest part, a block's start and end, and the merging. */
-static double sm80_cost(int64_t pieces, int64_t slots, int64_t entries, int64_t splits)
+/* Entries of a tile: see block_of in cuda/sm80_attend.cuh. */
+static int64_t sm80_tile(int32_t head_tile)
 {
-    const double start_and_end = 6.0, merging = 0.04;
-    return (double)ceil_div(pieces * splits, slots) *
-               ((double)ceil_div(ceil_div(entries, 16), splits) + start_and_end) +
-           merging * (double)splits;
+    return head_tile == 16 ? 32 : 16;
+}
+
+/* What `splits` parts of a row of so many tiles cost, in the time of a tile: every round of blocks
+ * its longest part and a block's start and end, all of it slower where blocks share a
+ * multiprocessor, and the merging. */
+static double sm80_cost(int64_t pieces, int64_t multiprocessors, int64_t resident, int64_t tiles,
+                        int64_t splits)
+{
+    const double start_and_end = 5.0, sharing = 0.6, merging = 0.035;
+    int64_t deep = ceil_div(pieces * splits, multiprocessors);
+    double slower = 1.0 + sharing * (double)((deep < resident ? deep : resident) - 1);
+    return (double)ceil_div(deep, resident) * slower *
+               ((double)ceil_div(tiles, splits) + start_and_end) +
+           merging * (double)(splits * (pieces < 8 ? pieces : 8));
 }
 
 static void plan_sm80(const struct smla_attend *work, const struct smla_target *target,
                       int32_t line, struct smla_plan *plan)
 {
-    enum { ENTRY_STEP = 16, INVARIANT_ENTRIES = 256, RESERVED_BYTES = 1024, FEW_SPLITS = 8 };
+    enum { INVARIANT_ENTRIES = 256, RESERVED_BYTES = 1024, FEW_SPLITS = 8 };
     plan->kernel = "sm80";
     plan->head_tile = sm80_heads(work);
     plan->kernel_id = SM80[line].kernel + (plan->head_tile == 16   ? 0
                                            : plan->head_tile == 32 ? 1
                                                                    : 2);
     plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
-    int64_t resident = plan->head_tile == 16 ? SM80[line].resident : plan->head_tile == 32 ? 2 : 1;
+    int64_t resident = plan->head_tile == 64 ? 1 : 2; /* that the registers hold */
     int64_t room = (target->shared_bytes + RESERVED_BYTES) / (plan->shared_bytes + RESERVED_BYTES);
     if (room < resident) resident = room < 1 ? 1 : room;
 
-    int64_t entries = entries_of(work), wanted = ceil_div(entries, INVARIANT_ENTRIES);
+    int64_t wanted = ceil_div(entries_of(work), INVARIANT_ENTRIES);
     if (!work->batch_invariant) {
         int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
-        int64_t slots = target->multiprocessors * resident;
+        int64_t tiles = ceil_div(entries_of(work), sm80_tile(plan->head_tile));
         wanted = 1;
-        for (int64_t splits = 2; splits <= MOST_SPLITS && splits <= ceil_div(entries, ENTRY_STEP);
-             splits++)
-            if (sm80_cost(pieces, slots, entries, splits) <
-                sm80_cost(pieces, slots, entries, wanted))
+        for (int64_t splits = 2; splits <= MOST_SPLITS && splits <= tiles; splits++)
+            if (sm80_cost(pieces, target->multiprocessors, resident, tiles, splits) <
+                sm80_cost(pieces, target->multiprocessors, resident, tiles, wanted))
                 wanted = splits;
     }
-    set_splits(work, wanted, ENTRY_STEP, plan);
+    set_splits(work, wanted, sm80_tile(plan->head_tile), plan);
     plan->combine_id = plan->splits <= FEW_SPLITS ? SMLA_KERNEL_SM80_COMBINE
                                                   : SMLA_KERNEL_SM80_COMBINE_MANY;
 }
