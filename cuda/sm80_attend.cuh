@@ -163,6 +163,13 @@ template <typename Row, typename Block, int stages> struct shared_state {
 /* Barriers of the block, beside number 0 of all of it. */
 enum { BARRIER_START = 1, BARRIER_GATHER, BARRIER_MULTIPLY };
 
+/* The thread's number. Where the registers are full of sums, what follows from it is worked out
+ * again by every phase of a tile. */
+template <typename Block> __device__ int phase_thread()
+{
+    return Block::TILES > 1 ? ptx::fresh((int)threadIdx.x) : (int)threadIdx.x;
+}
+
 /* -------------------------------------------------------------------------- gathering */
 
 /* Faults are rare: they are folded in shared memory, where they cost no registers. */
@@ -208,7 +215,7 @@ __device__ void find_entries(const smla_gpu_attend &launch, Shared &shared)
 {
     constexpr int WARPS = Block::GATHERERS / WARP, RING = 2 * Block::GATHERERS;
     const smla_attend &work = launch.work;
-    const int thread = ptx::fresh((int)threadIdx.x), warp = thread / WARP, lane = thread % WARP;
+    const int thread = phase_thread<Block>(), warp = thread / WARP, lane = thread % WARP;
     gather_state state = shared.gather[warp];
     const int64_t next = shared.piece.begin + (int64_t)state.rounds * Block::GATHERERS;
     const int64_t entry = next + thread;
@@ -254,7 +261,7 @@ __device__ int copy_tile(const smla_gpu_attend &launch, Shared &shared, unsigned
                               : 8;                 /* that copy a row */
     constexpr int ROWS = Block::GATHERERS / LANES; /* at once */
     const int first = tile * Block::TILE;          /* of the valid entries */
-    const int thread = ptx::fresh((int)threadIdx.x);
+    const int thread = phase_thread<Block>();
     const gather_state &state = shared.gather[thread / WARP];
     while (state.found < first + Block::TILE &&
            (int64_t)state.rounds * Block::GATHERERS < shared.piece.end - shared.piece.begin) {
@@ -297,10 +304,14 @@ __device__ int copy_tile(const smla_gpu_attend &launch, Shared &shared, unsigned
             }
         }
     }
-    if (!Block::BULK) ptx::arrive_after_copies(&shared.full[stage]);
-    __syncwarp();
-    if (thread % WARP == 0) {
+    if (!Block::BULK) {
+        ptx::arrive_after_copies(&shared.full[stage]);
+        __syncwarp();
+        if (thread % WARP == 0) ptx::arrive(&shared.full[stage]);
+    } else if (thread % WARP == 0) {
         ptx::arrive_for_bulk(&shared.full[stage], bulk_rows * Row::BYTES);
+    } else {
+        ptx::arrive(&shared.full[stage]);
     }
     return size;
 }
@@ -320,10 +331,9 @@ struct lane_place {
 /* A thread's number among those that multiply. */
 template <typename Block> __device__ int multiplier()
 {
-    return threadIdx.x - (Block::GATHER_WARPS ? Block::GATHERERS : 0);
+    return phase_thread<Block>() - (Block::GATHER_WARPS ? Block::GATHERERS : 0);
 }
 
-/* Worked out again by every phase of a tile: the registers are needed for sums. */
 template <typename Block> __device__ lane_place place_of_lane()
 {
     const int thread = ptx::fresh(multiplier<Block>()), warp = thread / WARP, lane = thread % WARP;
@@ -551,7 +561,7 @@ __device__ void multiply_rope(const Shared &shared, const uint32_t (&k)[2][2], i
     for (int t = 0; t < Block::TILES; t++) {
 #pragma unroll
         for (int term = 0; term < Row::ROPE_TERMS; term++) {
-            const uint4 words = shared.rope[term][t][ptx::fresh(multiplier<Block>())];
+            const uint4 words = shared.rope[term][t][multiplier<Block>()];
             const uint32_t q[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
             for (int block = 0; block < 2; block++) {
@@ -793,7 +803,7 @@ template <typename Row, typename Block, typename Shared>
 __device__ bool weigh_tile(const smla_attend &work, Shared &shared, unsigned tile, int stage)
 {
     constexpr int LANES = Block::LANES, N = Block::PER_THREAD, SCALES = Row::SCALES;
-    const int thread = ptx::fresh(multiplier<Block>());
+    const int thread = multiplier<Block>();
     const int head = thread / LANES, place = thread % LANES * N;
     float weight[N]; /* scores first */
     sum_parts<Block>(work, shared, shared.size[stage], head, place, weight);
@@ -1152,8 +1162,7 @@ __device__ void attend_tiles(const smla_gpu_attend &launch, Shared &shared,
         }
         add_values<Row, Block>(shared, stage, values);
         if (Block::GATHER_WARPS) {
-            __syncwarp();
-            if (threadIdx.x % WARP == 0) ptx::arrive(&shared.empty[stage]);
+            ptx::arrive(&shared.empty[stage]);
         } else {
             copy_tile<Row, Block, stages>(launch, shared, tile + stages - 1);
         }
@@ -1183,8 +1192,8 @@ __device__ void attend(const smla_gpu_attend &launch)
         shared.faults = 0;
         for (int stage = 0; stage < stages; stage++) {
             ptx::init_phases(&shared.full[stage],
-                             Block::GATHERERS / WARP + (Block::BULK ? 0 : Block::GATHERERS));
-            ptx::init_phases(&shared.empty[stage], Block::MULTIPLIERS / WARP);
+                             Block::GATHERERS + (Block::BULK ? 0 : Block::GATHERERS / WARP));
+            ptx::init_phases(&shared.empty[stage], Block::MULTIPLIERS);
         }
         ptx::publish_phases();
         for (gather_state &state : shared.gather) state = {0, 0};

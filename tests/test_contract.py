@@ -1943,7 +1943,8 @@ def test_2_16_copies_of_one_entry(
     """Equal numbers under equal weights: what is lost in each addition, and in each rounding of a
     weight, has the same sign."""
     main = source(cache_format, topk=copies, num_blocks=2, padding=0)
-    arguments = cases.make(Case(dtype=dtype, heads=heads, out="float32", main=main))
+    case = Case(leading=(1,), dtype=dtype, heads=heads, out="float32", main=main)
+    arguments = cases.make(case)
     arguments["indices"][:] = 3
     arguments["indices"][:, : copies // 3] = 11
     backend.check(arguments)

@@ -1,6 +1,7 @@
 /* The kernels that this build has, and which of them this CPU and this operating system run. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -95,18 +96,23 @@ static double seconds(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* The best of a few attempts of some milliseconds each: the others were interrupted, or ran before
- * the clock rate had risen. */
+static int compare_rates(const void *left, const void *right)
+{
+    const double a = *(const double *)left, b = *(const double *)right;
+    return (a > b) - (a < b);
+}
+
+/* The median of a few attempts of some milliseconds each: what the machine gives at this time. */
 static double measure(const struct smla_tile_kernel *kernel)
 {
-    enum { ATTEMPTS = 8, ROUNDS = 1 << 20 };
-    double best = 0.0;
+    enum { ATTEMPTS = 9, ROUNDS = 1 << 20 };
+    double rates[ATTEMPTS];
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
         const double begin = seconds();
-        const double rate = kernel->multiply(ROUNDS) / (seconds() - begin);
-        if (rate > best) best = rate;
+        rates[attempt] = kernel->multiply(ROUNDS) / (seconds() - begin);
     }
-    return best;
+    qsort(rates, ATTEMPTS, sizeof *rates, compare_rates);
+    return rates[ATTEMPTS / 2];
 }
 
 double smla_cpu_peak(const char *kernel)
