@@ -203,7 +203,8 @@ struct smla_fault_slot {
 };
 
 /* Shared memory of a block of any_attend: fixed arrays, then q and the sums of out as float32 for
- * each head of the tile, the latter twice for float32 queries. Fits every GPU from compute capability 8.0 on. */
+ * each head of the tile, the latter twice for float32 queries. Fits every GPU from compute
+ * capability 8.0 on. */
 enum {
     SMLA_ANY_HEADS = 8, /* 1 for rows so wide that 8 do not fit */
     SMLA_ANY_FIXED_BYTES = 4096,
