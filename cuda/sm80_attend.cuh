@@ -163,8 +163,8 @@ template <typename Row, typename Block, int stages> struct shared_state {
 /* Barriers of the block, beside number 0 of all of it. */
 enum { BARRIER_START = 1, BARRIER_GATHER, BARRIER_MULTIPLY };
 
-/* The thread's number. Where the registers are full of sums, what follows from it is worked out
- * again by every phase of a tile. */
+/* The thread's number; what follows from it is worked out again wherever it is asked for, if a warp
+ * has so many heads that registers are short. */
 template <typename Block> __device__ int phase_thread()
 {
     return Block::TILES > 1 ? ptx::fresh((int)threadIdx.x) : (int)threadIdx.x;
@@ -334,6 +334,7 @@ template <typename Block> __device__ int multiplier()
     return phase_thread<Block>() - (Block::GATHER_WARPS ? Block::GATHERERS : 0);
 }
 
+/* Worked out again by every phase of a tile: the registers are needed for sums. */
 template <typename Block> __device__ lane_place place_of_lane()
 {
     const int thread = ptx::fresh(multiplier<Block>()), warp = thread / WARP, lane = thread % WARP;
