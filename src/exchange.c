@@ -636,7 +636,9 @@ static int refuse_bit(const char *name, const char *bit, const char *remedy)
 }
 
 /* What PyTorch's own __dlpack__ refuses and its exchange API does not: the elements of such a
- * tensor do not mean what the memory holds. Integers can be none of it. */
+ * tensor do not mean what the memory holds. Integers can be none of it. The negative bit is that of
+ * a conjugated complex tensor's imaginary part: numbers of a dtype that no complex one consists of
+ * cannot have it, and are not asked, since an answer takes as long as the tensor itself. */
 static int check_pytorch(PyObject *object, const struct smla_tensor *tensor, DLDataType dtype)
 {
     if (dtype.code == kDLInt || dtype.code == kDLUInt || dtype.code == kDLBool) return 0;
@@ -650,6 +652,7 @@ static int check_pytorch(PyObject *object, const struct smla_tensor *tensor, DLD
                      tensor->name, tensor->name);
     if (is) return -1;
 
+    if (dtype.code != kDLFloat && dtype.code != kDLComplex) return 0;
     is = truth(PyObject_CallFunctionObjArgs(cached.is_neg, object, NULL));
     if (is) return is < 0 ? -1 : refuse_bit(tensor->name, "negative", "resolve_neg");
     if (dtype.code == kDLComplex) {

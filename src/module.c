@@ -424,9 +424,9 @@ static int get_target(struct smla_device device, struct smla_target *target)
         raise_error(&error);
         return -1;
     }
-    target->compute = 10 * info->major + info->minor;
     target->multiprocessors = info->multiprocessors;
     target->shared_bytes = info->shared_bytes;
+    target->sm90 = info->sm90;
     return 0;
 }
 

@@ -10,9 +10,9 @@
 /* The device as far as a plan depends on it. */
 struct smla_target {
     struct smla_device device;
-    int32_t compute;         /* compute capability of a GPU: 10 * major + minor */
     int32_t multiprocessors; /* of a GPU */
     int32_t shared_bytes;    /* that a block of a GPU may have */
+    bool sm90;               /* the kernels for Hopper are there */
 };
 
 struct smla_plan {

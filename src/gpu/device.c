@@ -93,19 +93,25 @@ enum smla_status smla_gpu_pointer_device(const void *pointer, int32_t *device,
     return SMLA_OK;
 }
 
-/* The failure of loading an image, in words where the fault is that nothing in it fits the GPU. */
-static enum smla_status fail_loading(const struct smla_driver *driver, CUresult result,
-                                     const char *function, int32_t id, struct smla_error *error)
+/* Whether the failure of loading an image is that nothing in it fits the GPU. */
+static bool fits_nothing(CUresult result)
 {
-    smla_driver_fail(driver, result, function, error);
     switch (result) {
     case CUDA_ERROR_NO_BINARY_FOR_GPU:
     case CUDA_ERROR_INVALID_IMAGE:
     case CUDA_ERROR_JIT_COMPILER_NOT_FOUND:
     case CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
-    case CUDA_ERROR_JIT_COMPILATION_DISABLED: break;
-    default: return error->status;
+    case CUDA_ERROR_JIT_COMPILATION_DISABLED: return true;
+    default: return false;
     }
+}
+
+/* The failure of loading an image, in words where the fault is that nothing in it fits. */
+static enum smla_status fail_loading(const struct smla_driver *driver, CUresult result,
+                                     const char *function, int32_t id, struct smla_error *error)
+{
+    smla_driver_fail(driver, result, function, error);
+    if (!fits_nothing(result)) return error->status;
     struct smla_gpu_device info;
     struct smla_error ignored;
     const char *name = NULL;
@@ -121,38 +127,67 @@ static enum smla_status fail_loading(const struct smla_driver *driver, CUresult 
                      name ? name : "unknown error");
 }
 
-#define TRY_LOADING(function, ...)                                                                 \
-    do {                                                                                           \
-        CUresult result = driver->function(__VA_ARGS__);                                           \
-        if (result != CUDA_SUCCESS) return fail_loading(driver, result, #function, id, error);     \
-    } while (0)
-
-/* One library per image, for all devices. */
-static enum smla_status load_images(const struct smla_driver *driver, int32_t id,
+/* One library per image, for all devices that it has code for. An image for one compute capability
+ * alone may be of no use even there (CUDA_FORCE_PTX_JIT): other kernels do its work. */
+static enum smla_status load_images(const struct smla_driver *driver, int32_t id, int32_t compute,
                                     struct smla_error *error)
 {
     for (int32_t i = 0; i < smla_gpu_build.count; i++) {
-        if (libraries[i]) continue;
-        TRY_LOADING(cuLibraryLoadData, &libraries[i], smla_gpu_build.images[i].begin, NULL, NULL, 0,
-                    NULL, NULL, 0);
+        const struct smla_gpu_image *image = &smla_gpu_build.images[i];
+        if (libraries[i] || (image->compute && image->compute != compute)) continue;
+        CUresult result = driver->cuLibraryLoadData(&libraries[i], image->begin, NULL, NULL, 0,
+                                                    NULL, NULL, 0);
+        if (result == CUDA_SUCCESS) continue;
+        libraries[i] = NULL;
+        if (!image->compute || !fits_nothing(result))
+            return fail_loading(driver, result, "cuLibraryLoadData", id, error);
     }
     return SMLA_OK;
 }
 
-/* With the device's context current: taking a kernel's function loads its code, which a first
- * launch would otherwise do, perhaps inside a capture. */
+/* The number of an image of this build, or -1. */
+static int32_t find_image(const char *name)
+{
+    for (int32_t i = 0; i < smla_gpu_build.count; i++)
+        if (strcmp(smla_gpu_build.images[i].name, name) == 0) return i;
+    return -1;
+}
+
+/* Taking a kernel's function loads its code, which a first launch would otherwise do, perhaps
+ * inside a capture. */
+static CUresult take_function(const struct smla_driver *driver, CUlibrary library,
+                              const struct smla_gpu_kernel_info *info, CUdevice handle,
+                              CUfunction *function, const char **call)
+{
+    CUkernel kernel;
+    *call = "cuLibraryGetKernel";
+    CUresult result = driver->cuLibraryGetKernel(&kernel, library, info->name);
+    if (result != CUDA_SUCCESS) return result;
+    *call = "cuKernelSetAttribute";
+    result = driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                          info->shared_bytes, kernel, handle);
+    if (result != CUDA_SUCCESS) return result;
+    *call = "cuKernelGetFunction";
+    return driver->cuKernelGetFunction(function, kernel);
+}
+
+/* With the device's context current. */
 static enum smla_status load_kernels(const struct smla_driver *driver, int32_t id, CUdevice handle,
-                                     struct smla_error *error)
+                                     int32_t compute, struct smla_error *error)
 {
     for (int32_t k = 0; k < SMLA_GPU_KERNELS; k++) {
         const struct smla_gpu_kernel_info *info = &smla_gpu_kernels[k];
-        int32_t i = 0;
-        while (strcmp(smla_gpu_build.images[i].name, info->image) != 0) i++;
-        CUkernel kernel;
-        TRY_LOADING(cuLibraryGetKernel, &kernel, libraries[i], info->name);
-        TRY_LOADING(cuKernelSetAttribute, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    info->shared_bytes, kernel, handle);
-        TRY_LOADING(cuKernelGetFunction, &devices[id].functions[k], kernel);
+        const int32_t i = find_image(info->image);
+        const int32_t only = i < 0 ? 0 : smla_gpu_build.images[i].compute;
+        if (i < 0 || !libraries[i] || (only && only != compute)) continue;
+        const char *call;
+        CUresult result = take_function(driver, libraries[i], info, handle,
+                                        &devices[id].functions[k], &call);
+        if (result == CUDA_SUCCESS) {
+            devices[id].info.sm90 |= only == 90;
+        } else if (!only || !fits_nothing(result)) {
+            return fail_loading(driver, result, call, id, error);
+        }
     }
     return SMLA_OK;
 }
@@ -167,9 +202,8 @@ static enum smla_status take_memory(const struct smla_driver *driver, int32_t id
     void *host = NULL;
     CUdeviceptr device = 0;
     if (memory->faults) return SMLA_OK;
-    int32_t i = 0;
-    while (strcmp(smla_gpu_build.images[i].name, "any_attend") != 0) i++;
-    TRY_LOADING(cuLibraryGetGlobal, &device, NULL, libraries[i], "smla_fault_lock");
+    SMLA_CUDA_TRY(driver, error, cuLibraryGetGlobal, &device, NULL,
+                  libraries[find_image("any_attend")], "smla_fault_lock");
     memory->fault_lock = (uint32_t *)(uintptr_t)device;
     SMLA_CUDA_TRY(driver, error, cuMemAlloc, &memory->check,
                   sizeof(struct smla_tally) + sizeof(unsigned long long));
@@ -189,11 +223,12 @@ static enum smla_status load_device(const struct smla_driver *driver, int32_t id
     if (!device->context) {
         SMLA_CUDA_TRY(driver, error, cuDevicePrimaryCtxRetain, &device->context, handle);
     }
-    SMLA_TRY(load_images(driver, id, error));
+    SMLA_TRY(smla_gpu_describe(id, &device->info, error));
+    const int32_t compute = 10 * device->info.major + device->info.minor;
+    SMLA_TRY(load_images(driver, id, compute, error));
     SMLA_CUDA_TRY(driver, error, cuCtxPushCurrent, device->context);
-    enum smla_status status = load_kernels(driver, id, handle, error);
+    enum smla_status status = load_kernels(driver, id, handle, compute, error);
     if (status == SMLA_OK) status = take_memory(driver, id, error);
-    if (status == SMLA_OK) status = smla_gpu_describe(id, &device->info, error);
     CUcontext popped;
     driver->cuCtxPopCurrent(&popped);
     return status;

@@ -18,6 +18,7 @@ struct smla_gpu_image {
     const char *name; /* of the file, without its ending */
     const unsigned char *begin;
     const unsigned char *end;
+    int32_t compute; /* 90: has code for compute capability 9.0 alone; 0: for all GPUs */
 };
 
 /* What was compiled into this build. */
@@ -37,6 +38,7 @@ struct smla_gpu_device {
     int32_t shared_bytes; /* that a block may have */
     int32_t l2_bytes;
     int64_t memory_bytes;
+    bool sm90; /* the kernels for compute capability 9.0 alone are loaded */
     char name[96];
 };
 

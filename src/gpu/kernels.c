@@ -5,15 +5,15 @@
 #include "build_config.h"
 #include "gpu/gpu.h"
 
-#define DECLARE_IMAGE(name)                                                                        \
+#define DECLARE_IMAGE(name, compute)                                                               \
     extern const unsigned char smla_image_##name[], smla_image_##name##_end[];
-#define IMAGE(name) {#name, smla_image_##name, smla_image_##name##_end},
+#define IMAGE(name, compute) {#name, smla_image_##name, smla_image_##name##_end, compute},
 
 SMLA_IMAGES(DECLARE_IMAGE)
 
 static const struct smla_gpu_image images[] = {
     SMLA_IMAGES(IMAGE) /* none in a build without kernels */
-    {"", NULL, NULL},
+    {"", NULL, NULL, 0},
 };
 
 const struct smla_gpu_build smla_gpu_build = {
