@@ -15,6 +15,7 @@ import sparse_mla
 ENVIRONMENT = {
     "SPARSE_MLA_KERNEL": "a kernel's name: run this one, or fail",
     "SPARSE_MLA_NUM_THREADS": "threads of a call on the CPU",
+    "SPARSE_MLA_SGLANG": "1: run the attention of SGLang's DSA backend",
 }
 
 # Distributions, by the name that people know them by.
