@@ -25,8 +25,8 @@
 #include "tensor.h"
 
 enum {
-    LISTED_ROWS = 4 * SMLA_TILE_ENTRIES, /* cache rows that are resolved before they are read */
-    FOLD_HEADS = 4,                      /* heads of one task of the second round */
+    LISTED_ROWS = 128, /* cache rows that are resolved before they are read: whole tiles */
+    FOLD_HEADS = 4,    /* heads of one task of the second round */
 };
 
 /* What all threads of a call share: the work, and the counters that they take theirs from. */
@@ -133,7 +133,7 @@ struct scratch {
 static size_t scratch_bytes(const struct smla_cpu_layout *layout)
 {
     return smla_aligned(sizeof(struct scratch)) + layout->query_bytes + layout->keys_bytes +
-           layout->pairs_bytes + layout->scores_bytes +
+           layout->pairs_bytes + layout->scores_bytes + layout->own_bytes +
            (size_t)(1 + layout->run_levels + layout->split_levels) * layout->part_bytes;
 }
 
@@ -163,6 +163,8 @@ static struct scratch *take_scratch(struct call *call)
     memory += layout->pairs_bytes;
     scratch->tile.scores = (float *)memory;
     memory += layout->scores_bytes;
+    scratch->tile.own = memory;
+    memory += layout->own_bytes;
     scratch->part = smla_part_at(layout, memory);
     memory += layout->part_bytes;
     memory = take_levels(layout, &scratch->runs, layout->run_levels, memory);
@@ -190,6 +192,7 @@ static void load_query(const struct call *call, struct smla_tile *tile, struct p
                                 (const uint8_t *)work->q[part] + element * bytes);
         }
     }
+    if (call->kernel->begin) call->kernel->begin(tile);
 }
 
 /* The run that `part` is ends before these rows, if it has entries enough. */
@@ -376,7 +379,7 @@ enum smla_status smla_cpu_attend(const struct smla_attend *work, const struct sm
     if (work->batch == 0 || work->s_q == 0) return SMLA_OK;
     struct call call = {
         .work = work,
-        .kernel = smla_tile_kernel(plan->kernel_id, (enum smla_dtype)work->q_dtype),
+        .kernel = smla_tile_kernel(plan->kernel_id, (enum smla_dtype)work->q_dtype, work->heads),
     };
     smla_cpu_lay_out(work, plan, &call.layout);
     const int64_t units = call.layout.rows * call.layout.tiles;

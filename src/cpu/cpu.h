@@ -10,9 +10,11 @@
 #include "plan.h"
 
 /* The kernels, best first; a plan's kernel_id is a place in this table. `runs` asks cpuid and
- * xgetbv once. cpu_avx512bf16 serves bfloat16 queries and does as cpu_avx512 for others. */
+ * xgetbv once, and Linux for the tile registers. cpu_amx serves bfloat16 queries of several heads
+ * and does as cpu_avx512bf16 for others; that one serves bfloat16 queries and does as cpu_avx512
+ * for others. */
 struct smla_cpu_kernel {
-    const char *name; /* cpu_avx512bf16, cpu_avx512, cpu_avx2, cpu_plain */
+    const char *name; /* cpu_amx, cpu_avx512bf16, cpu_avx512, cpu_avx2, cpu_plain */
     const char *isa;  /* for people: "AVX2 + FMA + F16C" */
     bool runs;
 };

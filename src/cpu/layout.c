@@ -123,15 +123,16 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
                       struct smla_cpu_layout *layout)
 {
     memset(layout, 0, sizeof *layout);
-    set_shape(work, smla_tile_kernel(plan->kernel_id, (enum smla_dtype)work->q_dtype),
-              &layout->shape);
+    const struct smla_tile_kernel *kernel = smla_tile_kernel(
+        plan->kernel_id, (enum smla_dtype)work->q_dtype, work->heads);
+    set_shape(work, kernel, &layout->shape);
     layout->rows = work->batch * work->s_q;
     layout->head_tile = plan->head_tile;
     layout->tiles = (int32_t)ceil_div(work->heads, plan->head_tile);
     layout->splits = plan->splits;
     layout->split_entries = plan->split_entries;
     const bool exact = work->q_dtype == SMLA_FLOAT32;
-    layout->tile_entries = exact ? EXACT_TILE : SMLA_TILE_ENTRIES;
+    layout->tile_entries = exact ? EXACT_TILE : kernel->entries;
     layout->run_entries = exact ? EXACT_RUN : INT64_MAX;
     if (exact)
         layout->run_levels = levels_for(work->sources * ceil_div(plan->split_entries, EXACT_RUN));
@@ -140,9 +141,14 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
     const size_t pair_pitch = (size_t)layout->shape.pair_pitch * sizeof(uint16_t);
     const size_t value_pitch = (size_t)layout->shape.value_pitch * sizeof(float);
     layout->query_bytes = smla_aligned(heads * (pair_pitch ? pair_pitch : pitch));
-    layout->keys_bytes = smla_aligned(SMLA_TILE_ENTRIES * pitch);
     layout->pairs_bytes = smla_aligned(SMLA_TILE_ENTRIES * pair_pitch);
-    layout->scores_bytes = smla_aligned(heads * SMLA_TILE_ENTRIES * sizeof(float));
+    if (kernel->own_bytes) {
+        layout->shape.heads = plan->head_tile;
+        layout->own_bytes = smla_aligned(kernel->own_bytes(&layout->shape));
+    } else {
+        layout->keys_bytes = smla_aligned(SMLA_TILE_ENTRIES * pitch);
+        layout->scores_bytes = smla_aligned(heads * SMLA_TILE_ENTRIES * sizeof(float));
+    }
     layout->part_bytes = smla_aligned(heads * value_pitch +
                                       2 * (size_t)padded_heads(layout) * sizeof(float));
 

@@ -22,8 +22,8 @@ struct smla_cpu_layout {
     int32_t splits;         /* of a row's entries */
     bool apart;             /* splits are tasks of their own, whose results wait in a workspace */
     int64_t split_entries;
-    int64_t run_entries;  /* of a split, that are added one after another, about */
-    int32_t tile_entries; /* at most SMLA_TILE_ENTRIES */
+    int64_t run_entries; /* of a split, that are added one after another, about */
+    int32_t tile_entries;
     int32_t run_levels; /* on which the runs of a split are joined, and the splits of a row where */
     int32_t split_levels; /* they do not lie apart */
     size_t parts;         /* in the workspace: of rows, head tiles and splits; 0: none */
@@ -31,6 +31,7 @@ struct smla_cpu_layout {
     size_t keys_bytes;
     size_t pairs_bytes;
     size_t scores_bytes;
+    size_t own_bytes;
     size_t part_bytes; /* of one struct smla_part's arrays */
 };
 
@@ -43,6 +44,7 @@ void smla_cpu_lay_out(const struct smla_attend *work, const struct smla_plan *pl
 struct smla_part smla_part_at(const struct smla_cpu_layout *layout, uint8_t *memory);
 
 /* The tile kernel of a plan: kernel_id is its place in smla_cpu_kernels. */
-const struct smla_tile_kernel *smla_tile_kernel(int32_t kernel_id, enum smla_dtype q_dtype);
+const struct smla_tile_kernel *smla_tile_kernel(int32_t kernel_id, enum smla_dtype q_dtype,
+                                                int32_t heads);
 
 #endif

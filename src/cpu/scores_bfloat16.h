@@ -1,13 +1,11 @@
 /* Scores from the bfloat16 dot product: what takes the place of scores_float32.h on CPUs with
  * AVX512_BF16, for bfloat16 queries. Products of two pairs are summed in float32.
  *
- * Queries and dense keys are taken as they are. An e4m3 number is a bfloat16 number too, exactly;
- * its group's scale could not go into it without rounding, so it stays apart, and multiplies each
- * group's part of a score in float32. Values stay float32: weights rounded to bfloat16 would err
- * alike in all copies of an entry that a row names several times. */
+ * Queries and dense keys are taken as they are. A packed row's scales multiply each group's part of
+ * a score in float32. Values stay float32: weights rounded to bfloat16 would err alike in all
+ * copies of an entry that a row names several times. */
 
 enum { PAIRS = true };
-enum { WIDE = 2 * LANES }; /* bfloat16 numbers of a register */
 
 /* Heads of a block of packed rows, which needs registers for a group's sums beside the whole's. */
 enum { PACKED_HEADS = 3 };
@@ -28,45 +26,13 @@ static void load_query(const struct smla_tile *tile, int32_t head, int32_t first
     memcpy(query_of(tile, head) + first, numbers, (size_t)width * sizeof(uint16_t));
 }
 
-/* The groups of a row, each under one scale: a dense row is one without, and what follows the e4m3
- * numbers of a packed row is one with scale 1. */
-static int32_t groups_of(const struct smla_tile *tile)
-{
-    const struct smla_format_info *format = tile->format;
-    if (format->scale == SMLA_SCALE_NONE) return 1;
-    return format->quantised / format->group + (format->rope > 0);
-}
-
-static int32_t group_end(const struct smla_tile *tile, int32_t group)
-{
-    return group + 1 == groups_of(tile) ? tile->depth : (group + 1) * tile->format->group;
-}
-
 static void load_key(struct smla_tile *tile, const uint8_t *row, int32_t entry)
 {
-    const struct smla_format_info *format = tile->format;
-    uint16_t *pairs = pairs_of(tile, entry);
     convert_row(tile, row, tile->d_v, tile->keys + (ptrdiff_t)entry * tile->pitch);
-    if (format->scale == SMLA_SCALE_NONE) {
-        memcpy(pairs, row, (size_t)tile->d_qk * sizeof(uint16_t));
-        return;
-    }
-    if (any_nan_e4m3(row, format->quantised)) {
-        for (int32_t d = 0; d < format->quantised; d++)
-            pairs[d] = smla_to_bfloat16(smla_from_e4m3(row[d]));
-    } else {
-        const vec factor = vec_set(256.0f);
-        for (int32_t d = 0; d < format->quantised; d += WIDE)
-            _mm512_storeu_si512(pairs + d, (__m512i)_mm512_cvtne2ps_pbh(
-                                               vec_mul(vec_from_e4m3(row + d + LANES), factor),
-                                               vec_mul(vec_from_e4m3(row + d), factor)));
-    }
-    memcpy(pairs + format->quantised, row + format->rope_offset,
-           (size_t)format->rope * sizeof(uint16_t));
-    const int32_t scaled = format->quantised / format->group;
-    for (int32_t group = 0; group < scaled; group++)
-        tile->scales[group][entry] = group_scale(tile, row, group);
-    if (format->rope) tile->scales[scaled][entry] = 1.0f;
+    read_pairs(tile, row, pairs_of(tile, entry));
+    if (tile->format->scale == SMLA_SCALE_NONE) return;
+    for (int32_t group = 0; group < groups_of(tile); group++)
+        tile->scales[group][entry] = scale_of(tile, row, group);
 }
 
 static void clear_key(struct smla_tile *tile, int32_t entry)

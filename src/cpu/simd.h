@@ -14,6 +14,9 @@
 #include <immintrin.h>
 #endif
 
+#define UNROLL(i, count) _Pragma("GCC unroll 8") for (int32_t i = 0; i < (count); i++)
+#define INLINE static inline __attribute__((always_inline))
+
 #if defined(__AVX512F__)
 
 enum { LANES = 16 };

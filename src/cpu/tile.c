@@ -5,10 +5,8 @@
  * SCORE_HEADS queries with SCORE_KEYS keys at a time; values are sums over the tile's entries of
  * VALUE_HEADS x VALUE_SPAN vectors at a time. Either block fills the registers, and what is read
  * again for the next one stays in the first-level cache. */
+#include "rows.h"
 #include "softmax.h"
-
-#define UNROLL(i, count) _Pragma("GCC unroll 8") for (int32_t i = 0; i < (count); i++)
-#define INLINE static inline __attribute__((always_inline))
 
 /* How many of `left` rows the next block takes, of at most `most`: two middling blocks rather than
  * a full one and a small one. */
@@ -59,14 +57,6 @@ static void convert_dense(enum smla_dtype dtype, const uint8_t *from, int32_t wi
         convert(vec_from_half, 2, from, width, 1.0f, false, to);
 }
 
-static float group_scale(const struct smla_tile *tile, const uint8_t *row, int32_t group)
-{
-    if (tile->format->scale == SMLA_SCALE_TENSOR) return tile->tensor_scale;
-    float scale;
-    memcpy(&scale, row + tile->format->scale_offset + group * 4, sizeof scale);
-    return scale;
-}
-
 /* One group of e4m3 numbers times its scale, each product rounded once. NaN, and scales that 2^8
  * times would be infinite, are rare: they are done one by one. */
 static void convert_group(const uint8_t *from, int32_t width, float scale, bool any_nan, float *to)
@@ -106,16 +96,11 @@ static void convert_row(const struct smla_tile *tile, const uint8_t *row, int32_
 
 /* -------------------------------------------------------------------------- gather */
 
-/* Rows ahead that are asked for while one is read: enough to hide memory's latency. */
-enum { AHEAD = 2 };
-
 /* Rows that fill the last block of scores up are zero: they are multiplied, too. */
 static void gather(struct smla_tile *tile, const uint8_t *const *rows, int32_t count, int32_t known)
 {
     for (int32_t j = 0; j < count; j++) {
-        if (j + AHEAD < known)
-            for (int32_t at = 0; at < tile->row_bytes; at += 64)
-                __builtin_prefetch(rows[j + AHEAD] + at);
+        prefetch_ahead(tile, rows, j, known);
         load_key(tile, rows[j], j);
     }
     for (int32_t j = count; j < round_up(count, SCORE_KEYS); j++) clear_key(tile, j);
@@ -207,6 +192,7 @@ static void attend(struct smla_tile *tile, struct smla_part *part, const uint8_t
 
 const struct smla_tile_kernel SMLA_TILE_KERNEL = {
     .granule = PAIRS ? 2 * LANES : LANES,
+    .entries = SMLA_TILE_ENTRIES,
     .pairs = PAIRS,
     .query = load_query,
     .attend = attend,

@@ -4,6 +4,7 @@
 #define SMLA_TILE_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "format.h"
@@ -11,7 +12,7 @@
 
 enum {
     SMLA_TILE_HEADS = 128,  /* heads that share a gather, at most */
-    SMLA_TILE_ENTRIES = 32, /* entries of a tile, at most: a multiple of every vector */
+    SMLA_TILE_ENTRIES = 32, /* entries of a tile of tile.c, at most: a multiple of every vector */
     SMLA_TILE_GROUPS = 16,  /* groups of a packed row that have a scale of their own, at most */
 };
 
@@ -44,6 +45,7 @@ struct smla_tile {
     uint16_t
         *pairs;    /* (SMLA_TILE_ENTRIES, pair_pitch): the keys in bfloat16, without their scales */
     float *scores; /* (heads, SMLA_TILE_ENTRIES), then the weights exp(score - base) */
+    void *own;     /* what only this kernel keeps: own_bytes of it */
     float base[SMLA_TILE_HEADS];                       /* what is subtracted from a head's scores */
     float decay[SMLA_TILE_HEADS];                      /* what the sums so far are multiplied by */
     float scales[SMLA_TILE_GROUPS][SMLA_TILE_ENTRIES]; /* of the rows in `pairs` */
@@ -51,13 +53,21 @@ struct smla_tile {
 
 struct smla_tile_kernel {
     int32_t granule; /* numbers that depth and value_depth are a multiple of */
+    int32_t entries; /* of a tile, at most */
     bool pairs;      /* works with bfloat16 queries and keys, for bfloat16 queries only */
+
+    /* Bytes of memory that the kernel keeps for tile->heads heads instead of keys and scores; NULL:
+     * none. */
+    size_t (*own_bytes)(const struct smla_tile *tile);
 
     /* Numbers [first, first + width) of one head's query, as they lie in q. */
     void (*query)(const struct smla_tile *tile, int32_t head, int32_t first, int32_t width,
                   const uint8_t *numbers);
 
-    /* Adds `count` entries, 1 to SMLA_TILE_ENTRIES, whose cache rows are given. The rows after them
+    /* All of a task's queries are there; NULL: nothing to be done about it. */
+    void (*begin)(const struct smla_tile *tile);
+
+    /* Adds `count` entries, 1 to `entries`, whose cache rows are given. The rows after them
      * up to `known` come next: worth a prefetch. */
     void (*attend)(struct smla_tile *tile, struct smla_part *part, const uint8_t *const *rows,
                    int32_t count, int32_t known);
@@ -79,5 +89,6 @@ extern const struct smla_tile_kernel smla_tile_plain;
 extern const struct smla_tile_kernel smla_tile_avx2;
 extern const struct smla_tile_kernel smla_tile_avx512;
 extern const struct smla_tile_kernel smla_tile_avx512bf16;
+extern const struct smla_tile_kernel smla_tile_amx;
 
 #endif
