@@ -15,6 +15,8 @@ import sparse_mla
 ENVIRONMENT = {
     "SPARSE_MLA_KERNEL": "a kernel's name: run this one, or fail",
     "SPARSE_MLA_NUM_THREADS": "threads of a call on the CPU",
+    "SPARSE_MLA_VLLM": "auto, always: take a backend's place in vLLM",
+    "SPARSE_MLA_VLLM_INDEXER": "own: vLLM's indexer has been replaced",
     "SPARSE_MLA_SGLANG": "1: run the attention of SGLang's DSA backend",
 }
 
