@@ -99,24 +99,27 @@ static enum smla_status plan_any(const struct smla_attend *work, const struct sm
     return SMLA_OK;
 }
 
-/* The tensor-core kernels, by what they are made for; each is followed by the ones for 32 and 64
- * heads. */
+/* The tensor-core kernels, by what they are made for: `sm80` is followed by the ones for 32 and 64
+ * heads, `sm90` is for 64; 0: there is none. */
 static const struct {
     enum smla_dtype dtype;
     enum smla_format format;
     int32_t d_qk;
-    int32_t kernel;
-} SM80[] = {
-    {SMLA_BFLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_bf16_576_16},
-    {SMLA_BFLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_bf16_512_16},
-    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_16},
-    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_norope_16},
-    {SMLA_BFLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_bf16_fp8_tensor_16},
-    {SMLA_FLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_fp16_576_16},
-    {SMLA_FLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_fp16_512_16},
-    {SMLA_FLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_16},
-    {SMLA_FLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_norope_16},
-    {SMLA_FLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_fp16_fp8_tensor_16},
+    int32_t sm80;
+    int32_t sm90;
+} TENSOR_CORES[] = {
+    {SMLA_BFLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_bf16_576_16, SMLA_KERNEL_sm90_bf16_576_64},
+    {SMLA_BFLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_bf16_512_16, SMLA_KERNEL_sm90_bf16_512_64},
+    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_16,
+     SMLA_KERNEL_sm90_bf16_fp8_ds_mla_64},
+    {SMLA_BFLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_norope_16,
+     SMLA_KERNEL_sm90_bf16_fp8_ds_mla_norope_64},
+    {SMLA_BFLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_bf16_fp8_tensor_16, 0},
+    {SMLA_FLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_fp16_576_16, 0},
+    {SMLA_FLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_fp16_512_16, 0},
+    {SMLA_FLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_16, 0},
+    {SMLA_FLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_fp16_fp8_ds_mla_norope_16, 0},
+    {SMLA_FLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_fp16_fp8_tensor_16, 0},
 };
 
 static bool is_aligned(const struct smla_source *source)
@@ -125,16 +128,17 @@ static bool is_aligned(const struct smla_source *source)
            source->token_stride % 16 == 0;
 }
 
-/* The line of SM80 that takes the work, or -1. */
-static int32_t find_sm80(const struct smla_attend *work)
+/* The line of TENSOR_CORES that takes the work, or -1. */
+static int32_t find_tensor_cores(const struct smla_attend *work)
 {
     const struct smla_source *source = work->source;
     if (work->d_v != 512 || (work->q_width[0] != 512 && work->q_width[1] != 0)) return -1;
     for (int i = 0; i < work->sources; i++)
         if (source[i].format != source[0].format || !is_aligned(&source[i])) return -1;
-    for (int32_t i = 0; i < (int32_t)(sizeof SM80 / sizeof *SM80); i++)
-        if ((int32_t)SM80[i].dtype == work->q_dtype &&
-            (int32_t)SM80[i].format == source[0].format && SM80[i].d_qk == work->d_qk)
+    for (int32_t i = 0; i < (int32_t)(sizeof TENSOR_CORES / sizeof *TENSOR_CORES); i++)
+        if ((int32_t)TENSOR_CORES[i].dtype == work->q_dtype &&
+            (int32_t)TENSOR_CORES[i].format == source[0].format &&
+            TENSOR_CORES[i].d_qk == work->d_qk)
             return i;
     return -1;
 }
@@ -154,63 +158,102 @@ static int64_t sm80_tile(int32_t head_tile)
     return head_tile == 16 ? 32 : 16;
 }
 
-/* What `splits` parts of a row of so many tiles cost, in the time of a tile: every round of blocks
- * its longest part and a block's start and end, all of it slower where blocks share a
- * multiprocessor, and the merging. */
-static double sm80_cost(int64_t pieces, int64_t multiprocessors, int64_t resident, int64_t tiles,
-                        int64_t splits)
+/* What the cost of splits depends on. */
+struct split_shape {
+    int64_t pieces; /* rows times head tiles */
+    int64_t multiprocessors;
+    int64_t resident; /* blocks that one of them holds */
+    int64_t tiles;    /* of a row */
+    /* In the time of a tile: a block's start and end, merging a part of a piece. */
+    double start_and_end, merging;
+};
+
+/* What `splits` parts of a row cost, in the time of a tile: every round of blocks its longest part
+ * and a block's start and end, all of it slower where blocks share a multiprocessor, and the
+ * merging. */
+static double split_cost(const struct split_shape *shape, int64_t splits)
 {
-    const double start_and_end = 5.0, sharing = 0.6, merging = 0.035;
-    int64_t deep = ceil_div(pieces * splits, multiprocessors);
-    double slower = 1.0 + sharing * (double)((deep < resident ? deep : resident) - 1);
-    return (double)ceil_div(deep, resident) * slower *
-               ((double)ceil_div(tiles, splits) + start_and_end) +
-           merging * (double)(splits * (pieces < 8 ? pieces : 8));
+    const double sharing = 0.6;
+    int64_t deep = ceil_div(shape->pieces * splits, shape->multiprocessors);
+    int64_t beside = deep < shape->resident ? deep : shape->resident;
+    return (double)ceil_div(deep, shape->resident) * (1.0 + sharing * (double)(beside - 1)) *
+               ((double)ceil_div(shape->tiles, splits) + shape->start_and_end) +
+           shape->merging * (double)(splits * (shape->pieces < 8 ? shape->pieces : 8));
 }
 
 /* The splits of the least cost, the fewest of equals. Of those whose longest part has the same
  * length the fewest cost the least, so that only these are looked at: some 20 instead of 64. */
-static int64_t cheapest_sm80_splits(int64_t pieces, int64_t multiprocessors, int64_t resident,
-                                    int64_t tiles)
+static int64_t cheapest_splits(const struct split_shape *shape)
 {
-    int64_t best = 1, longest = tiles;
-    double least = sm80_cost(pieces, multiprocessors, resident, tiles, 1);
+    int64_t best = 1, longest = shape->tiles;
+    double least = split_cost(shape, 1);
     while (longest > 1) {
-        int64_t splits = ceil_div(tiles, longest - 1);
+        int64_t splits = ceil_div(shape->tiles, longest - 1);
         if (splits > MOST_SPLITS) break;
-        double cost = sm80_cost(pieces, multiprocessors, resident, tiles, splits);
+        double cost = split_cost(shape, splits);
         if (cost < least) {
             least = cost;
             best = splits;
         }
-        longest = ceil_div(tiles, splits);
+        longest = ceil_div(shape->tiles, splits);
     }
     return best;
+}
+
+/* Splits of tensor-core kernels: the cheapest, or, for batch_invariant, by the entries alone. */
+static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct split_shape *shape,
+                            struct smla_plan *plan)
+{
+    enum { INVARIANT_ENTRIES = 256, FEW_SPLITS = 8 };
+    int64_t wanted = ceil_div(entries_of(work), INVARIANT_ENTRIES);
+    if (!work->batch_invariant) {
+        shape->pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
+        shape->tiles = ceil_div(entries_of(work), tile);
+        wanted = cheapest_splits(shape);
+    }
+    set_splits(work, wanted, tile, plan);
+    plan->combine_id = plan->splits <= FEW_SPLITS ? SMLA_KERNEL_SM80_COMBINE
+                                                  : SMLA_KERNEL_SM80_COMBINE_MANY;
 }
 
 static void plan_sm80(const struct smla_attend *work, const struct smla_target *target,
                       int32_t line, struct smla_plan *plan)
 {
-    enum { INVARIANT_ENTRIES = 256, RESERVED_BYTES = 1024, FEW_SPLITS = 8 };
+    enum { RESERVED_BYTES = 1024 };
     plan->kernel = "sm80";
     plan->head_tile = sm80_heads(work);
-    plan->kernel_id = SM80[line].kernel + (plan->head_tile == 16   ? 0
-                                           : plan->head_tile == 32 ? 1
-                                                                   : 2);
+    plan->kernel_id = TENSOR_CORES[line].sm80 + (plan->head_tile == 16   ? 0
+                                                 : plan->head_tile == 32 ? 1
+                                                                         : 2);
     plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
     int64_t resident = plan->head_tile == 64 ? 1 : 2; /* that the registers hold */
     int64_t room = (target->shared_bytes + RESERVED_BYTES) / (plan->shared_bytes + RESERVED_BYTES);
     if (room < resident) resident = room < 1 ? 1 : room;
+    struct split_shape shape = {
+        .multiprocessors = target->multiprocessors,
+        .resident = resident,
+        .start_and_end = 5.0,
+        .merging = 0.035,
+    };
+    set_tile_splits(work, sm80_tile(plan->head_tile), &shape, plan);
+}
 
-    int64_t wanted = ceil_div(entries_of(work), INVARIANT_ENTRIES);
-    if (!work->batch_invariant) {
-        int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
-        int64_t tiles = ceil_div(entries_of(work), sm80_tile(plan->head_tile));
-        wanted = cheapest_sm80_splits(pieces, target->multiprocessors, resident, tiles);
-    }
-    set_splits(work, wanted, sm80_tile(plan->head_tile), plan);
-    plan->combine_id = plan->splits <= FEW_SPLITS ? SMLA_KERNEL_SM80_COMBINE
-                                                  : SMLA_KERNEL_SM80_COMBINE_MANY;
+/* Hopper's own products: for 64 heads of a row at once, where they are asked for by name. */
+static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
+                      int32_t line, struct smla_plan *plan)
+{
+    enum { TILE = 64 }; /* entries: see cuda/sm90_many_heads.cuh */
+    plan->kernel = "sm90";
+    plan->head_tile = 64;
+    plan->kernel_id = TENSOR_CORES[line].sm90;
+    plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
+    struct split_shape shape = {
+        .multiprocessors = target->multiprocessors,
+        .resident = 1,
+        .start_and_end = 1.7,
+        .merging = 0.01,
+    };
+    set_tile_splits(work, TILE, &shape, plan);
 }
 
 /* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */
@@ -218,17 +261,25 @@ static enum smla_status plan_gpu(const struct smla_attend *work, const struct sm
                                  const char *forced, struct smla_plan *plan,
                                  struct smla_error *error)
 {
-    bool sm80 = forced && !strcmp(forced, "sm80"), any = forced && !strcmp(forced, "any");
-    SMLA_FAIL_IF(forced && !sm80 && !any, error, SMLA_ERROR_VALUE,
-                 "SPARSE_MLA_KERNEL: expected 'any' or 'sm80' for tensors on a GPU, got '%s'",
+    bool sm90 = forced && !strcmp(forced, "sm90"), sm80 = forced && !strcmp(forced, "sm80");
+    bool any = forced && !strcmp(forced, "any");
+    SMLA_FAIL_IF(forced && !sm90 && !sm80 && !any, error, SMLA_ERROR_VALUE,
+                 "SPARSE_MLA_KERNEL: expected 'any', 'sm80' or 'sm90' for tensors on a GPU, got "
+                 "'%s'",
                  forced);
-    int32_t line = any ? -1 : find_sm80(work);
+    int32_t line = any ? -1 : find_tensor_cores(work);
     SMLA_FAIL_IF(sm80 && line < 0, error, SMLA_ERROR_UNSUPPORTED,
                  "SPARSE_MLA_KERNEL: sm80 takes bfloat16 and float16 queries of d_qk 576 or 512 "
                  "(as a pair: 512 and the rest), d_v 512, caches of one format whose rows are "
                  "aligned to 16 bytes");
+    SMLA_FAIL_IF(sm90 && (line < 0 || !TENSOR_CORES[line].sm90 || !target->sm90), error,
+                 SMLA_ERROR_UNSUPPORTED,
+                 "SPARSE_MLA_KERNEL: sm90 takes what sm80 takes of bfloat16 queries, but "
+                 "fp8_tensor, on GPUs of compute capability 9.0");
     if (line < 0)
         SMLA_TRY(plan_any(work, target, plan, error));
+    else if (sm90)
+        plan_sm90(work, target, line, plan);
     else
         plan_sm80(work, target, line, plan);
     int64_t blocks = rows_of(work) * ceil_div(work->heads, plan->head_tile);

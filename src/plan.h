@@ -16,7 +16,7 @@ struct smla_target {
 };
 
 struct smla_plan {
-    const char *kernel;      /* "cpu_avx2", "sm80", "any" */
+    const char *kernel;      /* "cpu_avx2", "sm90", "sm80", "any" */
     int64_t split_entries;   /* entries of a row that one part takes, of each source */
     int64_t workspace_bytes; /* partial results, in memory that the call takes and gives back */
     int32_t kernel_id;       /* the backend's own number for `kernel` */

@@ -3,6 +3,7 @@
  * on a machine without a GPU. test_gpu_driver.py compiles it and reads its state through ctypes.
  *
  *     FAKE_CUDA_DEVICES=n           GPUs (2)
+ *     FAKE_CUDA_COMPUTE=n           their compute capability, 10 * major + minor (75)
  *     FAKE_CUDA_FAIL=function=code  what that function returns
  *     FAKE_CUDA_LACKS=function      what cuGetProcAddress does not find */
 #include <pthread.h>
@@ -43,6 +44,8 @@ struct {
     int device;
     unsigned long long stream;
     char kernel[64];
+    unsigned int cluster; /* blocks; 0: none was asked for */
+    int overlaps;
 } fake_launch;
 int fake_mode_at_load = -1;
 unsigned long long fake_captured; /* a stream that is being captured; 0: none */
@@ -166,8 +169,10 @@ static CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 {
     CALLED();
     (void)device;
-    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? 7
-             : attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 5
+    const char *given = getenv("FAKE_CUDA_COMPUTE");
+    const int compute = given ? atoi(given) : 75;
+    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? compute / 10
+             : attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? compute % 10
                                                                          : 100 + attribute;
     return CUDA_SUCCESS;
 }
@@ -392,6 +397,15 @@ static CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction functi
     fake_launch.stream = (uintptr_t)config->hStream;
     fake_launch.device = depth ? stack[depth - 1]->device : -1;
     strcpy(fake_launch.kernel, ((CUkernel)function)->name);
+    fake_launch.cluster = 0;
+    fake_launch.overlaps = 0;
+    for (unsigned int i = 0; i < config->numAttrs; i++) {
+        const CUlaunchAttribute *attribute = &config->attrs[i];
+        if (attribute->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+            fake_launch.cluster = attribute->value.clusterDim.x;
+        if (attribute->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            fake_launch.overlaps = attribute->value.programmaticStreamSerializationAllowed;
+    }
     note("%llu runs\n", fake_launch.stream, 0);
     return CUDA_SUCCESS;
 }

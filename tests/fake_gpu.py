@@ -31,7 +31,7 @@ def tensor(
 
 
 class Launch(ctypes.Structure):
-    """The beginning of fake_launch: what was launched last."""
+    """fake_launch: what was launched last."""
 
     _fields_ = (
         ("blocks", ctypes.c_uint),
@@ -39,6 +39,8 @@ class Launch(ctypes.Structure):
         ("device", ctypes.c_int),
         ("stream", ctypes.c_ulonglong),
         ("kernel", ctypes.c_char * 64),
+        ("cluster", ctypes.c_uint),
+        ("overlaps", ctypes.c_int),
     )
 
 

@@ -2,10 +2,11 @@
 
     compute-sanitizer --tool memcheck  python3 tests/gpu_sanitize.py
     compute-sanitizer --tool racecheck --kernel-name kns=any_ --kernel-name kns=sm80_ \\
-        python3 tests/gpu_sanitize.py --few
+        --kernel-name kns=sm90_ python3 tests/gpu_sanitize.py --few
     compute-sanitizer --tool synccheck python3 tests/gpu_sanitize.py
     compute-sanitizer --tool initcheck --check-api-memory-access no \\
-        --kernel-name kns=any_ --kernel-name kns=sm80_ python3 tests/gpu_sanitize.py
+        --kernel-name kns=any_ --kernel-name kns=sm80_ --kernel-name kns=sm90_ \\
+        python3 tests/gpu_sanitize.py
 
 Every specialisation of the attend kernels is reached by SPARSE_MLA_KERNEL and shapes: each format,
 width and dtype, head tiles full and in part, rows in one part and in several. Index arrays hold

@@ -180,7 +180,18 @@ def test_loading_is_done_once_and_with_captures_allowed(fake):
         "import ctypes\n"
         "print(ctypes.c_int.in_dll(driver, 'fake_mode_at_load').value, driver.fake_mode(0))\n"
     )
-    assert run(code, fake) == "True 2\n2 1\n"
+    assert run(code, fake, FAKE_CUDA_COMPUTE="90") == "True 2\n2 1\n"
+
+
+@needs_kernels
+def test_images_for_another_gpu_are_left_out(fake):
+    code = (
+        "import sparse_mla\nfrom fake_gpu import calls\nsparse_mla.load('cuda:0')\n"
+        "own = [name for name in sparse_mla.build_info()['gpu_kernels'] if name[:4] == 'sm90']\n"
+        "images = len(sparse_mla.build_info()['gpu_kernels'])\n"
+        "print(images - calls('cuLibraryLoadData') == len(own))\n"
+    )
+    assert run(code, fake) == "True\n"
 
 
 @needs_kernels
@@ -298,7 +309,7 @@ def test_threads(fake):
         "images = len(sparse_mla.build_info()['gpu_kernels'])\n"
         "print(calls('cuLibraryLoadData') == images, calls('cuLaunchKernelEx'))\n"
     )
-    assert run(code, fake) == "{0}\nTrue 800\n"
+    assert run(code, fake, FAKE_CUDA_COMPUTE="90") == "{0}\nTrue 800\n"
 
 
 FORK = """

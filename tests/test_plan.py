@@ -102,6 +102,14 @@ def test_errors(changes: dict, error: type[Exception], text: str) -> None:
     assert str(raised.value).startswith(text), str(raised.value)
 
 
+@pytest.mark.parametrize("kernel", ["any", "sm80", "sm90"])
+def test_devices_are_listed_whatever_kernel_is_forced(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_MLA_KERNEL", kernel)
+    assert sparse_mla.devices()[0]["kernel"] == cpu_kernels()[0]
+
+
 def test_required_arguments() -> None:
     for name in SHAPE:
         with pytest.raises(TypeError, match=name):
@@ -244,3 +252,62 @@ def attend(cache=0, stride=576, q=(576,), d_v=512):
 def test_a_call_runs_on_what_its_memory_allows(call: str, family: str, fake: Path) -> None:
     """Copies of 16 bytes want rows that begin at such an address, and a pair is cut at 512."""
     assert run(CALLS + call, fake).startswith(family + "_")
+
+
+PARTS = """
+import numpy as np, sparse_mla
+from fake_gpu import last_launch, tensor
+
+q, slots = tensor(1, 16, 576, dtype=np.float16), tensor(1, 2048, dtype=np.int32)
+rows, out, lse = tensor(4, 8, 576, dtype=np.float16), tensor(1, 16, 512), tensor(1, 16)
+sparse_mla.attend(q, rows, slots, out=out, lse=lse, softmax_scale=1.0)
+print(last_launch().kernel.decode(), last_launch().overlaps)
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("compute", "kernel", "printed"),
+    [
+        ("80", "sm80", "sm80_combine_many 0"),
+        ("90", "sm80", "sm80_combine_many 1"),
+        ("90", "any", "any_combine 0"),
+    ],
+)
+def test_merging_begins_early_where_the_gpu_can_and_the_kernel_waits(
+    compute: str, kernel: str, printed: str, fake: Path
+) -> None:
+    environment = {"FAKE_CUDA_COMPUTE": compute, "SPARSE_MLA_KERNEL": kernel}
+    assert run(PARTS, fake, **environment) == printed + "\n"
+
+
+HOPPER = {"FAKE_CUDA_COMPUTE": "90"}
+MANY = {"batch": 16, "heads": 128, "topk": 2048}
+
+
+@needs_kernels
+def test_hopper_kernels_run_where_they_are_asked_for(fake: Path) -> None:
+    shapes = [
+        MANY,
+        {**MANY, "heads": 5, "batch": 1},
+        {**MANY, "cache_format": "fp8_ds_mla", "topk": 63},
+        {**MANY, "d_qk": 512, "cache_format": "fp8_ds_mla_norope", "batch_invariant": True},
+    ]
+    for plan in planned(fake, shapes, **HOPPER, SPARSE_MLA_KERNEL="sm90"):
+        assert (plan["kernel"], plan["head_tile"], plan["split_entries"] % 64) == ("sm90", 64, 0)
+    for plan in planned(fake, shapes, **HOPPER):
+        assert plan["kernel"] == "sm80"
+
+
+@needs_kernels
+def test_hopper_kernels_that_are_asked_for_elsewhere(fake: Path) -> None:
+    code = (
+        "import sparse_mla\n"
+        "try:\n"
+        "    sparse_mla.plan(batch=16, heads=128, topk=2048, device='cuda')\n"
+        "except sparse_mla.UnsupportedError as error:\n"
+        "    print(error)"
+    )
+    printed = run(code, fake, SPARSE_MLA_KERNEL="sm90")  # of compute capability 7.5
+    assert printed.startswith("SPARSE_MLA_KERNEL: sm90 takes")
+    assert "compute capability 9.0" in printed

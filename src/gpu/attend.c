@@ -40,7 +40,7 @@ static int64_t combine_blocks(const struct smla_plan *plan, int64_t heads)
     switch (plan->combine_id) {
     case SMLA_KERNEL_SM80_COMBINE: return (heads * QUARTERS + WARPS - 1) / WARPS;
     case SMLA_KERNEL_SM80_COMBINE_MANY: return heads * QUARTERS;
-    default: return smla_gpu_blocks(SMLA_KERNEL_COMBINE, heads);
+    default: return smla_gpu_grid_of(SMLA_KERNEL_COMBINE, heads).blocks;
     }
 }
 
@@ -51,12 +51,19 @@ static enum smla_status launch_attend(const struct smla_gpu_scope *scope,
 {
     const struct smla_attend *work = &launch->work;
     const int64_t rows = work->batch * work->s_q;
-    SMLA_TRY(smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->kernel_id,
-                             rows * launch->head_tiles * launch->splits, plan->shared_bytes, stream,
-                             launch, error));
+    const struct smla_gpu_grid pieces = {
+        .blocks = rows * launch->head_tiles * launch->splits,
+        .shared_bytes = plan->shared_bytes,
+    };
+    const struct smla_gpu_grid parts = {
+        .blocks = combine_blocks(plan, rows * work->heads),
+        .overlaps = plan->combine_id != SMLA_KERNEL_COMBINE,
+    };
+    SMLA_TRY(smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->kernel_id, pieces, stream, launch,
+                             error));
     if (launch->splits == 1) return SMLA_OK;
-    return smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->combine_id,
-                           combine_blocks(plan, rows * work->heads), 0, stream, launch, error);
+    return smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->combine_id, parts, stream, launch,
+                           error);
 }
 
 enum smla_status smla_gpu_attend(const struct smla_attend *work, const struct smla_plan *plan,
@@ -136,9 +143,10 @@ static enum smla_status run_check(const struct smla_gpu_scope *scope,
     SMLA_CUDA_TRY(scope->driver, error, cuMemsetD8Async, memory, 0, sizeof *tally, handle);
     SMLA_CUDA_TRY(scope->driver, error, cuMemsetD8Async, earliest, 0xFF, sizeof *check.earliest,
                   handle);
-    SMLA_TRY(smla_gpu_launch(scope, SMLA_KERNEL_CHECK, smla_gpu_blocks(SMLA_KERNEL_CHECK, rows), 0,
+    SMLA_TRY(smla_gpu_launch(scope, SMLA_KERNEL_CHECK, smla_gpu_grid_of(SMLA_KERNEL_CHECK, rows),
                              stream, &check, error));
-    SMLA_TRY(smla_gpu_launch(scope, SMLA_KERNEL_CHECK_FIRST, 1, 0, stream, &check, error));
+    SMLA_TRY(smla_gpu_launch(scope, SMLA_KERNEL_CHECK_FIRST, (struct smla_gpu_grid){.blocks = 1},
+                             stream, &check, error));
     SMLA_CUDA_TRY(scope->driver, error, cuMemcpyDtoHAsync, tally, memory, sizeof *tally, handle);
     SMLA_CUDA_TRY(scope->driver, error, cuStreamSynchronize, handle);
     return SMLA_OK;
@@ -172,7 +180,7 @@ enum smla_status smla_gpu_resolve(const struct smla_attend *work, int which, int
     if (bytes == 0) return SMLA_OK;
     SMLA_TRY(smla_gpu_enter(device, &scope, error));
     enum smla_status status = smla_gpu_launch(&scope, SMLA_KERNEL_RESOLVE,
-                                              smla_gpu_blocks(SMLA_KERNEL_RESOLVE, rows), 0, stream,
+                                              smla_gpu_grid_of(SMLA_KERNEL_RESOLVE, rows), stream,
                                               &resolve, error);
     CUresult result = CUDA_SUCCESS;
     if (status == SMLA_OK)
@@ -200,7 +208,7 @@ enum smla_status smla_gpu_append(const struct smla_append *work, int32_t device,
     if (work->tokens == 0) return SMLA_OK;
     SMLA_TRY(smla_gpu_enter(device, &scope, error));
     enum smla_status status = smla_gpu_launch(&scope, SMLA_KERNEL_APPEND,
-                                              smla_gpu_blocks(SMLA_KERNEL_APPEND, work->tokens), 0,
+                                              smla_gpu_grid_of(SMLA_KERNEL_APPEND, work->tokens),
                                               stream, &append, error);
     smla_gpu_leave(&scope);
     return status;
@@ -221,7 +229,7 @@ enum smla_status smla_gpu_unpack(const struct smla_source *source, enum smla_dty
     if (slots == 0) return SMLA_OK;
     SMLA_TRY(smla_gpu_enter(device, &scope, error));
     enum smla_status status = smla_gpu_launch(&scope, SMLA_KERNEL_UNPACK,
-                                              smla_gpu_blocks(SMLA_KERNEL_UNPACK, slots), 0, stream,
+                                              smla_gpu_grid_of(SMLA_KERNEL_UNPACK, slots), stream,
                                               &unpack, error);
     smla_gpu_leave(&scope);
     return status;

@@ -224,6 +224,7 @@ static enum smla_status load_device(const struct smla_driver *driver, int32_t id
         SMLA_CUDA_TRY(driver, error, cuDevicePrimaryCtxRetain, &device->context, handle);
     }
     SMLA_TRY(smla_gpu_describe(id, &device->info, error));
+    device->info.overlaps = device->info.major >= 9 && smla_gpu_driver_version() >= 12030;
     const int32_t compute = 10 * device->info.major + device->info.minor;
     SMLA_TRY(load_images(driver, id, compute, error));
     SMLA_CUDA_TRY(driver, error, cuCtxPushCurrent, device->context);
@@ -280,6 +281,7 @@ enum smla_status smla_gpu_enter(int32_t id, struct smla_gpu_scope *scope, struct
     SMLA_CUDA_TRY(scope->driver, error, cuCtxGetCurrent, &current);
     scope->functions = device->functions;
     scope->memory = &device->memory;
+    scope->overlaps = device->info.overlaps;
     scope->pushed = current != device->context;
     if (scope->pushed) SMLA_CUDA_TRY(scope->driver, error, cuCtxPushCurrent, device->context);
     return SMLA_OK;
@@ -292,31 +294,43 @@ void smla_gpu_leave(const struct smla_gpu_scope *scope)
 }
 
 enum smla_status smla_gpu_launch(const struct smla_gpu_scope *scope, enum smla_gpu_kernel kernel,
-                                 int64_t blocks, int64_t shared_bytes, uintptr_t stream,
-                                 const void *work, struct smla_error *error)
+                                 struct smla_gpu_grid grid, uintptr_t stream, const void *work,
+                                 struct smla_error *error)
 {
-    const CUlaunchConfig config = {
-        .gridDimX = (unsigned int)blocks,
+    CUlaunchAttribute attributes[2];
+    CUlaunchConfig config = {
+        .gridDimX = (unsigned int)grid.blocks,
         .gridDimY = 1,
         .gridDimZ = 1,
         .blockDimX = (unsigned int)smla_gpu_kernels[kernel].threads,
         .blockDimY = 1,
         .blockDimZ = 1,
-        .sharedMemBytes = (unsigned int)shared_bytes,
+        .sharedMemBytes = (unsigned int)grid.shared_bytes,
         .hStream = (CUstream)stream,
+        .attrs = attributes,
     };
+    if (grid.cluster > 1)
+        attributes[config.numAttrs++] = (CUlaunchAttribute){
+            .id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            .value.clusterDim = {(unsigned int)grid.cluster, 1, 1},
+        };
+    if (grid.overlaps && scope->overlaps)
+        attributes[config.numAttrs++] = (CUlaunchAttribute){
+            .id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            .value.programmaticStreamSerializationAllowed = 1,
+        };
     void *parameters[] = {(void *)(uintptr_t)work}; /* the driver copies it and writes nothing */
     SMLA_CUDA_TRY(scope->driver, error, cuLaunchKernelEx, &config, scope->functions[kernel],
                   parameters, NULL);
     return SMLA_OK;
 }
 
-int64_t smla_gpu_blocks(enum smla_gpu_kernel kernel, int64_t warps)
+struct smla_gpu_grid smla_gpu_grid_of(enum smla_gpu_kernel kernel, int64_t warps)
 {
     enum { WARP = 32, MOST = 1 << 16 }; /* blocks enough to fill any GPU */
     const int64_t per_block = smla_gpu_kernels[kernel].threads / WARP;
     const int64_t blocks = (warps + per_block - 1) / per_block;
-    return blocks < MOST ? blocks : MOST;
+    return (struct smla_gpu_grid){.blocks = blocks < MOST ? blocks : MOST};
 }
 
 const struct smla_gpu_memory *smla_gpu_memory(int32_t id)

@@ -23,7 +23,16 @@ struct smla_gpu_scope {
     const struct smla_driver *driver;
     const CUfunction *functions; /* of the loaded kernels, by enum smla_gpu_kernel */
     const struct smla_gpu_memory *memory;
+    bool overlaps; /* the device lets a launch begin before the one before it ends */
     bool pushed;
+};
+
+/* What a launch looks like, all along x. */
+struct smla_gpu_grid {
+    int64_t blocks;
+    int32_t shared_bytes; /* dynamic shared memory of a block */
+    int32_t cluster;      /* blocks that run together and reach each other's memory; 0: one alone */
+    bool overlaps;        /* may begin before the launch before it ends: the kernel itself waits */
 };
 
 /* Loads the device's kernels where that was not done and makes its context current. Only after
@@ -32,14 +41,13 @@ enum smla_status smla_gpu_enter(int32_t device, struct smla_gpu_scope *scope,
                                 struct smla_error *error);
 void smla_gpu_leave(const struct smla_gpu_scope *scope);
 
-/* Launches `blocks` blocks, all along x, with `shared_bytes` of dynamic shared memory and one
- * parameter, the struct that `work` points to. */
+/* Launches a kernel with one parameter, the struct that `work` points to. */
 enum smla_status smla_gpu_launch(const struct smla_gpu_scope *scope, enum smla_gpu_kernel kernel,
-                                 int64_t blocks, int64_t shared_bytes, uintptr_t stream,
-                                 const void *work, struct smla_error *error);
+                                 struct smla_gpu_grid grid, uintptr_t stream, const void *work,
+                                 struct smla_error *error);
 
-/* Blocks for `warps` warps of work, a warp of a kernel that loops over the rest. */
-int64_t smla_gpu_blocks(enum smla_gpu_kernel kernel, int64_t warps);
+/* The grid for `warps` warps of work, of a kernel whose warps loop over the rest. */
+struct smla_gpu_grid smla_gpu_grid_of(enum smla_gpu_kernel kernel, int64_t warps);
 
 /* The memory of a device that is loaded, else NULL. */
 const struct smla_gpu_memory *smla_gpu_memory(int32_t device);

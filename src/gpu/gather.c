@@ -74,8 +74,8 @@ enum smla_status smla_gpu_gather(const struct smla_tensor *cache, const struct s
     if (blocks == 0) blocks = 1;
     struct smla_gpu_scope scope;
     SMLA_TRY(smla_gpu_enter(cache->device.id, &scope, error));
-    enum smla_status status = smla_gpu_launch(&scope, SMLA_KERNEL_GATHER, blocks, 0, stream, &work,
-                                              error);
+    enum smla_status status = smla_gpu_launch(
+        &scope, SMLA_KERNEL_GATHER, (struct smla_gpu_grid){.blocks = blocks}, stream, &work, error);
     smla_gpu_leave(&scope);
     return status;
 }

@@ -38,7 +38,8 @@ struct smla_gpu_device {
     int32_t shared_bytes; /* that a block may have */
     int32_t l2_bytes;
     int64_t memory_bytes;
-    bool sm90; /* the kernels for compute capability 9.0 alone are loaded */
+    bool sm90;     /* the kernels for compute capability 9.0 alone are loaded */
+    bool overlaps; /* a launch can overlap with the one before it, in a capture, too (CUDA 12.3) */
     char name[96];
 };
 

@@ -42,4 +42,7 @@ const struct smla_gpu_kernel_info smla_gpu_kernels[SMLA_GPU_KERNELS] = {
     SMLA_SM80_DENSE_KERNELS(DENSE)
 #define FP8(name, heads, threads, shared_bytes)                                                    \
     [SMLA_KERNEL_##name] = {"sm80_fp8", #name, threads, shared_bytes},
-        SMLA_SM80_FP8_KERNELS(FP8)};
+        SMLA_SM80_FP8_KERNELS(FP8)
+#define MANY_HEADS(name, heads, threads, shared_bytes)                                             \
+    [SMLA_KERNEL_##name] = {"sm90_many_heads", #name, threads, shared_bytes},
+            SMLA_SM90_MANY_HEADS_KERNELS(MANY_HEADS)};

@@ -31,7 +31,7 @@ enum smla_status smla_gpu_merge(const struct smla_merge *work, int32_t device, u
 
     struct smla_gpu_scope scope;
     SMLA_TRY(smla_gpu_enter(device, &scope, error));
-    enum smla_status status = smla_gpu_launch(&scope, kernel, smla_gpu_blocks(kernel, rows), 0,
+    enum smla_status status = smla_gpu_launch(&scope, kernel, smla_gpu_grid_of(kernel, rows),
                                               stream, work, error);
     smla_gpu_leave(&scope);
     return status;

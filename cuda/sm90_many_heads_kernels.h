@@ -1,0 +1,14 @@
+/* The attend kernels of sm90_many_heads.cuh: name, heads of a block, threads, bytes of dynamic
+ * shared memory. Plain C, for the host's table of kernels; the kernels assert that it is right. */
+#ifndef SMLA_SM90_MANY_HEADS_KERNELS_H
+#define SMLA_SM90_MANY_HEADS_KERNELS_H
+
+// clang-format off
+#define SMLA_SM90_MANY_HEADS_KERNELS(X)                                                            \
+    X(sm90_bf16_576_64, 64, 512, 225008)                                                           \
+    X(sm90_bf16_512_64, 64, 512, 225008)                                                           \
+    X(sm90_bf16_fp8_ds_mla_64, 64, 512, 227440)                                                    \
+    X(sm90_bf16_fp8_ds_mla_norope_64, 64, 512, 227440)
+// clang-format on
+
+#endif

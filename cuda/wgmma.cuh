@@ -1,0 +1,190 @@
+/* Hopper's warpgroup instructions (9.0a), each wrapped once.
+ *
+ * A warpgroup is four warps that follow one another, the first of them a multiple of four. Its
+ * products run behind its back: fence_products before the first of some and after registers that
+ * they use were written, the products, commit_products, and wait_products before their registers or
+ * the shared memory that they read are touched again. */
+#pragma once
+
+#include <cstdint>
+
+namespace ptx
+{
+
+constexpr int WARPGROUP = 128; /* threads */
+
+/* -------------------------------------------------------------------------- registers */
+
+/* Gives registers of every thread of the warpgroup back, or takes them from what others gave. */
+template <int registers> __device__ inline void keep_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(registers));
+}
+
+template <int registers> __device__ inline void take_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(registers));
+}
+
+/* -------------------------------------------------------------------------- shared memory */
+
+/* What the thread has written to shared memory can be read by products of those that learn of it
+ * from now on. */
+__device__ inline void publish_operands()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* Brings `bytes`, a multiple of 16 at an address that is, into L2. */
+__device__ inline void prefetch_bulk(const void *pointer, int bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(pointer), "r"(bytes));
+}
+
+/* 16 bytes (a number) that are read once, or zeros where there is nothing. In the order of the
+ * program: loads that are to be under way together stay together. */
+__device__ inline uint4 load_once(const void *pointer, bool present)
+{
+    uint4 words;
+    asm volatile("{\n\t"
+                 ".reg .pred present;\n\t"
+                 "setp.ne.b32 present, %5, 0;\n\t"
+                 "mov.b32 %0, 0;\n\t"
+                 "mov.b32 %1, 0;\n\t"
+                 "mov.b32 %2, 0;\n\t"
+                 "mov.b32 %3, 0;\n\t"
+                 "@present ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
+                 "}"
+                 : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
+                 : "l"(pointer), "r"((int)present));
+    return words;
+}
+
+__device__ inline float load_number_once(const void *pointer, bool present)
+{
+    float number;
+    asm volatile("{\n\t"
+                 ".reg .pred present;\n\t"
+                 "setp.ne.b32 present, %2, 0;\n\t"
+                 "mov.b32 %0, 0;\n\t"
+                 "@present ld.global.nc.L1::no_allocate.b32 %0, [%1];\n\t"
+                 "}"
+                 : "=&f"(number)
+                 : "l"(pointer), "r"((int)present));
+    return number;
+}
+
+/* Operands lie in shared memory as columns of blocks: a block has rows of 64 numbers of two bytes,
+ * 128 bytes each, whose 16-byte pieces are swapped: piece p of row r stands at p ^ (r % 8). A block
+ * starts at a multiple of 1024 bytes, and `pitch` bytes behind it the block of the next 64 numbers
+ * of the same rows.
+ *
+ * The descriptor of what begins at `address`. Along k, rows are what the operand's m or n counts
+ * and the instruction reads 32 bytes of each; across, rows are its k, and 64 numbers or those of
+ * several blocks its n. */
+__device__ inline uint64_t operand_along_k(uint32_t address)
+{
+    return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 |
+           (address & 0x3FFFF) >> 4;
+}
+
+template <int pitch> __device__ inline uint64_t operand_across_k(uint32_t address)
+{
+    return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{pitch >> 4} << 16 |
+           (address & 0x3FFFF) >> 4;
+}
+
+/* -------------------------------------------------------------------------- products */
+
+__device__ inline void fence_products()
+{
+    asm volatile("wgmma.fence.sync.aligned;");
+}
+
+__device__ inline void commit_products()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;");
+}
+
+/* Until at most so many of the thread's last commits are under way. */
+template <int commits> __device__ inline void wait_products()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(commits));
+}
+
+/* sums (64 x n) = a (64 x 16) * b (16 x n), added to what they are if `accumulate`. Lane 4 r + c of
+ * warp w holds
+ *   sums  rows 16 w + r and that + 8: number 4 j + 2 y + x is in row 16 w + r + 8 y, column
+ *         8 j + 2 c + x;
+ *   a     where it is in registers: rows 16 w + r and that + 8 of the pair of columns c, then of
+ *         the pair c + 4.
+ *
+ * float16, both operands along k. */
+__device__ inline void multiply_along_k(float (&sums)[32], uint64_t a, uint64_t b, bool accumulate)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred accumulate;\n\t"
+                 "setp.ne.b32 accumulate, %34, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+                 "}, %32, %33, accumulate, 1, 1, 0, 0;\n\t"
+                 "}"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),
+                   "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),
+                   "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),
+                   "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
+                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]),
+                   "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
+                   "+f"(sums[30]), "+f"(sums[31])
+                 : "l"(a), "l"(b), "r"((int)accumulate));
+}
+
+/* bfloat16, a from registers. */
+__device__ inline void multiply_along_k(float (&sums)[32], const uint32_t (&a)[4], uint64_t b,
+                                        bool accumulate)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred accumulate;\n\t"
+                 "setp.ne.b32 accumulate, %37, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+                 "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, 0;\n\t"
+                 "}"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),
+                   "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),
+                   "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),
+                   "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
+                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]),
+                   "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
+                   "+f"(sums[30]), "+f"(sums[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate));
+}
+
+/* float16, a from registers, b across k; always added. */
+__device__ inline void multiply_across_k(float (&sums)[64], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
+                 "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+                 "%62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),
+                   "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),
+                   "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),
+                   "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
+                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]),
+                   "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
+                   "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]),
+                   "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]),
+                   "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]),
+                   "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]),
+                   "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]),
+                   "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
+                   "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+} // namespace ptx
