@@ -29,8 +29,13 @@ def cpu_kernels() -> list[str]:
 
 
 def gpu_kernels() -> list[str]:
-    """The names that SPARSE_MLA_KERNEL takes for tensors on a GPU: the families of cuda/."""
-    return sorted({image.split("_")[0] for image in sparse_mla.build_info()["gpu_kernels"]})
+    """The names that SPARSE_MLA_KERNEL takes for tensors on a GPU: the families of cuda/, less what
+    is for other GPUs than those that are there."""
+    families = {image.split("_")[0] for image in sparse_mla.build_info()["gpu_kernels"]}
+    found = {each.get("compute_capability") for each in sparse_mla.devices()} - {None}
+    if found and (9, 0) not in found:
+        families.discard("sm90")
+    return sorted(families)
 
 
 def has_cuda() -> bool:
