@@ -44,7 +44,6 @@ struct {
     int device;
     unsigned long long stream;
     char kernel[64];
-    unsigned int cluster; /* blocks; 0: none was asked for */
     int overlaps;
 } fake_launch;
 int fake_mode_at_load = -1;
@@ -397,12 +396,9 @@ static CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction functi
     fake_launch.stream = (uintptr_t)config->hStream;
     fake_launch.device = depth ? stack[depth - 1]->device : -1;
     strcpy(fake_launch.kernel, ((CUkernel)function)->name);
-    fake_launch.cluster = 0;
     fake_launch.overlaps = 0;
     for (unsigned int i = 0; i < config->numAttrs; i++) {
         const CUlaunchAttribute *attribute = &config->attrs[i];
-        if (attribute->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-            fake_launch.cluster = attribute->value.clusterDim.x;
         if (attribute->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
             fake_launch.overlaps = attribute->value.programmaticStreamSerializationAllowed;
     }

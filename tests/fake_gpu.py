@@ -39,7 +39,6 @@ class Launch(ctypes.Structure):
         ("device", ctypes.c_int),
         ("stream", ctypes.c_ulonglong),
         ("kernel", ctypes.c_char * 64),
-        ("cluster", ctypes.c_uint),
         ("overlaps", ctypes.c_int),
     )
 

@@ -297,8 +297,11 @@ enum smla_status smla_gpu_launch(const struct smla_gpu_scope *scope, enum smla_g
                                  struct smla_gpu_grid grid, uintptr_t stream, const void *work,
                                  struct smla_error *error)
 {
-    CUlaunchAttribute attributes[2];
-    CUlaunchConfig config = {
+    CUlaunchAttribute overlap = {
+        .id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        .value.programmaticStreamSerializationAllowed = 1,
+    };
+    const CUlaunchConfig config = {
         .gridDimX = (unsigned int)grid.blocks,
         .gridDimY = 1,
         .gridDimZ = 1,
@@ -307,18 +310,9 @@ enum smla_status smla_gpu_launch(const struct smla_gpu_scope *scope, enum smla_g
         .blockDimZ = 1,
         .sharedMemBytes = (unsigned int)grid.shared_bytes,
         .hStream = (CUstream)stream,
-        .attrs = attributes,
+        .attrs = &overlap,
+        .numAttrs = grid.overlaps && scope->overlaps,
     };
-    if (grid.cluster > 1)
-        attributes[config.numAttrs++] = (CUlaunchAttribute){
-            .id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-            .value.clusterDim = {(unsigned int)grid.cluster, 1, 1},
-        };
-    if (grid.overlaps && scope->overlaps)
-        attributes[config.numAttrs++] = (CUlaunchAttribute){
-            .id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            .value.programmaticStreamSerializationAllowed = 1,
-        };
     void *parameters[] = {(void *)(uintptr_t)work}; /* the driver copies it and writes nothing */
     SMLA_CUDA_TRY(scope->driver, error, cuLaunchKernelEx, &config, scope->functions[kernel],
                   parameters, NULL);

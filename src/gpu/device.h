@@ -31,7 +31,6 @@ struct smla_gpu_scope {
 struct smla_gpu_grid {
     int64_t blocks;
     int32_t shared_bytes; /* dynamic shared memory of a block */
-    int32_t cluster;      /* blocks that run together and reach each other's memory; 0: one alone */
     bool overlaps;        /* may begin before the launch before it ends: the kernel itself waits */
 };
 

@@ -49,19 +49,13 @@ enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2, CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 enum { CU_MEMHOSTALLOC_PORTABLE = 1, CU_MEMHOSTALLOC_DEVICEMAP = 2 };
 enum { CU_GET_PROC_ADDRESS_LEGACY_STREAM = 1 };
 
-enum {
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
-    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
-};
+enum { CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
 typedef struct {
     int id;
     char padding[4];
     union {
         char bytes[64];
-        struct {
-            unsigned int x, y, z;
-        } clusterDim;
         int programmaticStreamSerializationAllowed;
     } value;
 } CUlaunchAttribute;
