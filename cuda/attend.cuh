@@ -41,6 +41,19 @@ __device__ piece piece_of_block(const smla_gpu_attend &launch, unsigned block, i
     return piece;
 }
 
+/* Copies the parameters to shared memory: a barrier has to follow. The constant cache has none of
+ * them yet and waits for one line after another; as memory they are read all at once. */
+__device__ void copy_parameters(const smla_gpu_attend &launch, smla_gpu_attend &copy)
+{
+    constexpr unsigned WORDS = sizeof launch / 8;
+    static_assert(sizeof launch % 8 == 0, "of 8 bytes");
+    const uint2 *from = reinterpret_cast<const uint2 *>(&launch);
+    asm volatile("" : "+l"(from)); /* no longer known to be constant */
+    for (unsigned word = threadIdx.x; word < WORDS; word += blockDim.x) {
+        reinterpret_cast<uint2 *>(&copy)[word] = from[word];
+    }
+}
+
 /* -------------------------------------------------------------------------- faults */
 
 /* What one thread has met. */

@@ -31,13 +31,30 @@ __device__ inline float fresh(float number)
 
 /* -------------------------------------------------------------------------- copies (8.0) */
 
-/* 16 bytes from global to shared memory; with `bytes` 0 nothing is read and zeros are written. */
+/* 16 bytes from global to shared memory, so many bytes behind the two addresses; with `bytes` 0
+ * nothing is read and zeros are written. */
+template <int to_offset = 0, int from_offset = 0>
 __device__ inline void copy_16(void *to, const void *from, int bytes)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+    asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;"
                  :
-                 : "r"(shared_address(to)), "l"(from), "r"(bytes)
+                 : "r"(shared_address(to)), "l"(from), "r"(bytes), "n"(to_offset), "n"(from_offset)
                  : "memory");
+}
+
+/* The same for 4 bytes. */
+template <int from_offset> __device__ inline void copy_4(void *to, const void *from, int bytes)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1 + %3], 4, %2;"
+                 :
+                 : "r"(shared_address(to)), "l"(from), "r"(bytes), "n"(from_offset)
+                 : "memory");
+}
+
+/* Until all copies that this thread has started are complete. */
+__device__ inline void wait_copies()
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 /* Whether there are bulk copies. */
@@ -146,6 +163,21 @@ __device__ inline void arrive_after_copies(uint64_t *barrier)
                  :
                  : "r"(shared_address(barrier))
                  : "memory");
+}
+
+/* Whether the phase of this parity has ended. */
+__device__ inline bool has_ended(uint64_t *barrier, unsigned parity)
+{
+    unsigned ended;
+    asm volatile("{\n\t"
+                 ".reg .pred ended;\n\t"
+                 "mbarrier.test_wait.parity.shared.b64 ended, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, ended;\n\t"
+                 "}"
+                 : "=r"(ended)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+    return ended;
 }
 
 /* Until the phase of this parity (0 for the first, 1 for the second) has ended. */

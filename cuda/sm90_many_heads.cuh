@@ -1,39 +1,37 @@
 /* attend on Hopper for many heads: bfloat16 queries of 33 heads and more, d_qk 576 or 512, d_v 512,
  * cache rows of 16-byte alignment, a block of 64 heads to a multiprocessor.
  *
- * A block takes 64 heads of one row and one split of its entries. Its products are Hopper's, of
- * whole warpgroups, with operands in shared memory, so that no number of the cache passes through
- * the registers of those that multiply. Of the four warpgroups
+ * A block takes 64 heads of one row and one split of its entries, in tiles of 48 valid ones (packed
+ * rows) or 32 (dense ones). Its products are Hopper's, of whole warpgroups, with operands in shared
+ * memory, so that no number of the cache passes through the registers of those that multiply. Of
+ * the four warpgroups
  *
- *   0     gathers: its last warp looks entries up, tiles of 64 valid ones ahead; its others read
- *         their rows and write the numbers into one of two stages as the products want them: the
- *         latent numbers as float16, in rows of 64 numbers whose 16-byte pieces are swapped, the
- *         rope numbers as they are;
- *   1     scores: multiplies q by a tile, keeps the running maximum and the sum of the weights, and
- *         leaves the weights, as float32 numbers, to the next two;
- *   2, 3  values: multiply the weights by the scales, round them, and add their products with the
- *         tile to 256 of the 512 numbers of out each, in registers.
+ *   0, 1  gather. Two warps look entries up, by turns; six read their rows, half of them ahead into
+ *         registers and half into shared memory, and write the numbers into one of two or three
+ *         stages as the products want them: the latent numbers as float16, in rows of 64 numbers
+ *         whose 16-byte pieces are swapped, the rope numbers as they are;
+ *   2, 3  multiply. Each makes scores and weights of every other tile, its own, and leaves the
+ *         weights in shared memory for both. Each keeps 256 of the 512 numbers of out, in
+ *         registers, to which it adds the values of all tiles in order.
  *
- * They hand a tile on by barriers in shared memory, at which every thread arrives:
+ * While one of the latter weighs, the other's products run: that is what keeps the tensor cores
+ * busy. They hand things on by barriers in shared memory, at which every thread arrives:
  *
- *   known     in 0       the rows of a tile are known, or, with a size of 0, there are no more
- *   read      in 0       and have been asked for: those of another tile may come
- *   full      0 -> 1     the stage holds a tile, or, with a size of 0, says that there is none
- *   weighed   1 -> 2, 3  its weights are there
- *   taken     2, 3 -> 1  and have been read: the ones of the next tile may come
- *   empty     2, 3 -> 0  half of the stage has been read
- *
- * While values are made of a tile, scores are made of the next, which is all that keeps the tensor
- * cores busy: two stages fill the shared memory. A stage's rope numbers are for the scores alone,
- * so half of the weights stands in their place.
+ *   turn      look-up -> look-up    the other warp's entries have their places
+ *   known     look-up -> copying    the rows of a tile are known, or, with a size of 0, there are
+ * no more read      copying -> look-up    and have been asked for: those of another tile may come
+ *   full      copying -> products   the stage holds a tile, or, with a size of 0, none
+ *   empty     products -> copying   16 rows of it have been read by both
+ *   weighed   products -> products  the weights of the tile are there
+ *   taken     products -> products  and have been read by both: the owner's next ones may come
  *
  * Numbers, as in sm80_attend.cuh. A packed row's e4m3 numbers become float16 ones exactly; a dense
  * row's latent numbers do by a power of two of the row. q's latent numbers are brought into
  * float16's range by a power of two of each head (and group of 128 numbers that share a scale).
  * Rope numbers are multiplied as the bfloat16 numbers that they are. Weights are
- * 2^(score * log2(e) - M), M the running maximum rounded up to an integer. The values take
- * w = weight * scale * 2^(M - B), cut off to float16 by turns, where B is an integer of each head
- * and group that keeps w in float16's range: out is the sums times 2^(B - M) of the last M. */
+ * 2^(score * log2(e) - M), M the running maximum of the warpgroup's own tiles, rounded up to an
+ * integer. The values take w = weight * scale * 2^(M - B), cut off to float16 by turns, where B is
+ * an integer of each head and group that keeps w in float16's range: out is the sums times 2^B. */
 #pragma once
 
 #include "sm80_attend.cuh"
@@ -46,12 +44,14 @@ namespace many_heads
 /* -------------------------------------------------------------------------- shapes */
 
 constexpr int HEADS = 64; /* of a block */
-constexpr int TILE = 64;  /* entries */
-constexpr int HALF = TILE / 2;
-constexpr int STAGES = 2;
-constexpr int THREADS = 4 * ptx::WARPGROUP;
-constexpr int VALUE_THREADS = 2 * ptx::WARPGROUP;
-constexpr int VALUE_WARPS = VALUE_THREADS / WARP;
+constexpr int CHUNK = 16; /* entries, k of a value product */
+constexpr int OWNERS = 2; /* warpgroups that multiply: tile t is that of number t % OWNERS */
+constexpr int GATHERERS = 2 * ptx::WARPGROUP;
+constexpr int MULTIPLIERS = 2 * ptx::WARPGROUP;
+constexpr int THREADS = GATHERERS + MULTIPLIERS;
+constexpr int COPY_WARPS = 6; /* of the gatherers; the others look entries up */
+constexpr int LOOK_UP_WARPS = 2;
+constexpr int KNOWN_TILES = 4; /* whose rows are looked up ahead */
 
 #define SHARED_BYTES(name, heads, threads, bytes)                                                  \
     constexpr int name##_shared = bytes;                                                           \
@@ -62,84 +62,93 @@ SMLA_SM90_MANY_HEADS_KERNELS(SHARED_BYTES)
 constexpr int COLUMNS = 64;                     /* of a block of an operand */
 constexpr int ROW_BYTES = COLUMNS * 2;          /* of it */
 constexpr int LATENT_BLOCKS = LATENT / COLUMNS; /* the rope numbers are one more */
-constexpr int BLOCK_BYTES = TILE * ROW_BYTES;
-constexpr int K_STEPS = COLUMNS / 16; /* of a block, along its rows */
-constexpr int K_BYTES = 16 * 2;       /* of such a step */
+constexpr int QUERY_BLOCK = HEADS * ROW_BYTES;  /* bytes */
+constexpr int K_STEPS = COLUMNS / 16;           /* of a block, along its rows */
+constexpr int K_BYTES = 16 * 2;                 /* of such a step */
 constexpr int GROUP_BLOCKS = LATENT_BLOCKS / GROUPS;
+constexpr int VALUE_GROUPS = GROUPS / 2; /* of a warpgroup, 128 numbers each */
 
 /* How a row is stored and multiplied. */
 template <int format, int d_qk> struct many_row {
     static constexpr bool E4M3 = format != SMLA_DENSE;
     static constexpr bool HAS_ROPE = d_qk == LATENT + ROPE;
+    static constexpr int BLOCKS = LATENT_BLOCKS + HAS_ROPE;
     static constexpr int SCALES = E4M3 ? GROUPS : 1;  /* of an entry */
     static constexpr int VALUE_SCALES = E4M3 ? 2 : 1; /* of them for a warpgroup's values */
-    static constexpr int LANES = E4M3 ? 4 : 8;        /* that read a row */
-    static constexpr int PIECES = 8;                  /* of 16 latent bytes, of a lane */
-    static constexpr int ROPE_PIECES = HAS_ROPE ? 8 / LANES : 0;
-    static constexpr int PASS = WARP / LANES; /* rows of a warp at once */
+    static constexpr int LANES = E4M3 ? 8 : 16;       /* that read a row */
+    static constexpr int PIECES = 4;                  /* of 16 latent bytes, of a lane */
+    static constexpr int ROPE_LANES = HAS_ROPE ? 8 : 0;
+    static constexpr int TILE = E4M3 ? 48 : 32; /* entries; measured, see docs/performance.md */
+    static constexpr int STAGES = E4M3 ? 2 : 3; /* of a tile each */
+    static constexpr int CHUNKS = TILE / CHUNK;
+    static constexpr int CACHE_BLOCK = TILE * ROW_BYTES; /* bytes of a block of an operand */
+    static constexpr int PASS = WARP / LANES;            /* rows of a warp at once */
     static constexpr int PASSES = TILE / PASS;
     static constexpr int SCALES_AT = LATENT; /* bytes, where E4M3 */
     static constexpr int ROPE_AT = E4M3 ? LATENT + GROUPS * 4 : LATENT * 2;
     static constexpr int BYTES = ROPE_AT + (HAS_ROPE ? ROPE * 2 : 0);
     static constexpr int STEPS = LATENT_BLOCKS * K_STEPS / SCALES; /* of one scale's products */
 
-    /* Registers of a thread of each role, multiples of 8: one, one and two make 512. */
-    static constexpr int GATHER_REGISTERS = 64;
-    static constexpr int SCORE_REGISTERS = 112;
-    static constexpr int VALUE_REGISTERS = 168;
-    static_assert(GATHER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS == 512, "all of them");
+    /* Registers of a thread, multiples of 8, of which there are 512 for four of them. */
+    static constexpr int GATHER_REGISTERS = E4M3 ? 56 : 64;
+    static constexpr int MULTIPLY_REGISTERS = 256 - GATHER_REGISTERS;
 };
 
-constexpr int KNOWN_TILES = 4; /* whose rows are looked up ahead */
-constexpr int COPY_WARPS = 3;  /* of the first warpgroup; its last one looks entries up */
+/* A pass of rows on its way to a warp: every lane's own pieces, so that no lane waits for another.
+ */
+template <typename Row> struct landing {
+    uint4 latent[Row::PIECES][WARP];
+    uint4 rope[Row::HAS_ROPE ? WARP : 1];
+    float scale[Row::E4M3 ? GROUPS * Row::PASS : 1];
+};
 
-using operand_block = uint8_t[TILE][ROW_BYTES];
+/* Of a head's scores: the largest, and the sum of exp(score - largest). */
+struct head_result {
+    float largest, sum;
+};
 
 template <typename Row> struct shared_state {
-    operand_block query[LATENT_BLOCKS];             /* rows are heads */
-    operand_block cache[STAGES][LATENT_BLOCKS + 1]; /* rows are entries */
-    float4 weight[HALF / 8][ptx::WARPGROUP];        /* of the first half, as threads have them */
-    float scale[STAGES][Row::SCALES][TILE];
-    float largest_scale[STAGES][Row::SCALES][Row::PASSES]; /* of a pass's rows each */
-    float query_unit[Row::SCALES][HEADS];                  /* undoes q's power */
-    float top[HEADS];                                      /* M of the tile */
-    float factor[HEADS];                                   /* of out, at the end */
-    const uint8_t *entries[KNOWN_TILES][TILE];             /* their rows */
+    uint8_t query[Row::BLOCKS][HEADS][ROW_BYTES];
+    uint8_t cache[Row::STAGES][Row::BLOCKS][Row::TILE][ROW_BYTES];
+    float4 weight[OWNERS][Row::TILE / 8][ptx::WARPGROUP]; /* as threads have them */
+    landing<Row> landing[COPY_WARPS];
+    float scale[Row::STAGES][Row::SCALES][Row::TILE];
+    union {
+        float query_unit[Row::SCALES][HEADS]; /* undoes q's power */
+        head_result result[OWNERS][HEADS];    /* of each owner's tiles, when all scores are made */
+    };
+    float largest_scale[Row::STAGES][Row::SCALES];  /* of the tile */
+    float top[OWNERS][HEADS];                       /* M of the tile */
+    const uint8_t *entries[KNOWN_TILES][Row::TILE]; /* their rows */
+    uint64_t turn[LOOK_UP_WARPS];
     uint64_t known[KNOWN_TILES];
     uint64_t read[KNOWN_TILES];
-    uint64_t full[STAGES];
-    uint64_t empty[STAGES][2]; /* by half */
-    uint64_t weighed;
-    uint64_t taken;
+    uint64_t full[Row::STAGES];
+    uint64_t empty[Row::STAGES][Row::CHUNKS];
+    uint64_t weighed[OWNERS];
+    uint64_t taken[OWNERS];
+    smla_gpu_attend launch;
     piece piece;
     smla_row rows[2];
     unsigned long long first_fault; /* packed by note_fault; the lowest wins */
     unsigned int faults;
-    int known_size[KNOWN_TILES]; /* entries of the tile; 0: there are no more
-                                    tiles */
-    int size[STAGES];
+    unsigned int found;          /* valid entries that have their places */
+    int known_size[KNOWN_TILES]; /* entries of the tile; 0: there are no more tiles */
+    int size[Row::STAGES];
 };
 
-/* Barriers of the block, beside those of sm80_attend.cuh. */
-enum { BARRIER_QUERY = BARRIER_MULTIPLY + 1, BARRIER_FACTORS };
-
-/* Whoever comes to a barrier of the block has let its lanes go their own ways before. */
+/* Whoever comes to a barrier of several roles has let its lanes go their own ways before. */
 __device__ void sync_roles(int barrier, int threads)
 {
     __syncwarp();
     ptx::sync_threads(barrier, threads);
 }
 
-__device__ void arrive_roles(int barrier, int threads)
-{
-    __syncwarp();
-    ptx::arrive_threads(barrier, threads);
-}
-
-/* A thread's number in its warpgroup. */
+/* A thread's number in its warpgroup. What follows from it is worked out again wherever it is asked
+ * for: registers are short. */
 __device__ int group_thread()
 {
-    return threadIdx.x % ptx::WARPGROUP;
+    return ptx::fresh((int)threadIdx.x) % ptx::WARPGROUP;
 }
 
 /* Its first row of sums; the second is 8 further. */
@@ -148,10 +157,21 @@ __device__ int group_row()
     return group_thread() / WARP * 16 + group_thread() % WARP / QUAD;
 }
 
+/* The pair of its columns among those of its quad. */
+__device__ int quad_column()
+{
+    return ptx::fresh((int)threadIdx.x) % QUAD;
+}
+
 /* Byte of 16-byte piece `piece` of a row of a block. */
 __device__ int swapped(int row, int piece)
 {
     return row * ROW_BYTES + (piece ^ row % 8) * 16;
+}
+
+__device__ void store_piece(uint8_t (*block)[ROW_BYTES], int row, int piece, uint4 numbers)
+{
+    *reinterpret_cast<uint4 *>(&block[0][0] + swapped(row, piece)) = numbers;
 }
 
 __device__ void wait_warp(uint64_t *barrier, unsigned parity)
@@ -160,120 +180,13 @@ __device__ void wait_warp(uint64_t *barrier, unsigned parity)
     __syncwarp();
 }
 
-/* -------------------------------------------------------------------------- gathering */
-
-/* A lane's share of a row, as it is stored: latent piece p is the lane's 16 bytes of what
- * becomes block p of the operand. */
-template <typename Row> struct row_pieces {
-    uint4 latent[Row::PIECES];
-    uint4 rope[Row::ROPE_PIECES ? Row::ROPE_PIECES : 1];
-    float scale; /* of the lane's group */
+/* A phase of a barrier, see ptx::wait_phase. */
+struct phase_of {
+    uint64_t *barrier;
+    unsigned parity;
 };
 
-/* The rope piece i of a lane. Two lanes of neighbouring rows take theirs in turned order, so
- * that eight lanes write to all banks. */
-template <typename Row> __device__ int rope_piece(int row, int lane, int i)
-{
-    return Row::ROPE_PIECES == 1 ? lane : lane + (i ^ row % 2) * Row::LANES;
-}
-
-/* Zeros where there is no row. */
-template <typename Row>
-__device__ row_pieces<Row> load_row(const uint8_t *bytes, int row, bool present)
-{
-    const int lane = threadIdx.x % Row::LANES;
-    row_pieces<Row> pieces;
-#pragma unroll
-    for (int p = 0; p < Row::PIECES; p++) {
-        pieces.latent[p] = ptx::load_once(bytes + lane * 16 + p * Row::LANES * 16, present);
-    }
-#pragma unroll
-    for (int i = 0; i < Row::ROPE_PIECES; i++) {
-        pieces.rope[i] = ptx::load_once(bytes + Row::ROPE_AT + rope_piece<Row>(row, lane, i) * 16,
-                                        present);
-    }
-    if (Row::E4M3) pieces.scale = ptx::load_number_once(bytes + Row::SCALES_AT + lane * 4, present);
-    return pieces;
-}
-
-__device__ void store_piece(operand_block &block, int row, int piece, uint4 numbers)
-{
-    *reinterpret_cast<uint4 *>(&block[0][0] + swapped(row, piece)) = numbers;
-}
-
-/* 16 e4m3 numbers: two pieces of float16 ones. */
-__device__ void store_e4m3(operand_block &block, int row, int piece, uint4 bytes)
-{
-    uint32_t pairs[4][2];
-    ptx::from_e4m3(pairs[0], bytes.x);
-    ptx::from_e4m3(pairs[1], bytes.y);
-    ptx::from_e4m3(pairs[2], bytes.z);
-    ptx::from_e4m3(pairs[3], bytes.w);
-    store_piece(block, row, piece, make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]));
-    store_piece(block, row, piece + 1,
-                make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]));
-}
-
-__device__ float largest_of_piece(uint4 numbers)
-{
-    __nv_bfloat162 largest = larger_pair({}, numbers.x);
-    largest = larger_pair(largest, numbers.y);
-    largest = larger_pair(largest, numbers.z);
-    largest = larger_pair(largest, numbers.w);
-    return fmaxf(__low2float(largest), __high2float(largest));
-}
-
-__device__ uint4 scale_piece(uint4 numbers, float factor)
-{
-    return make_uint4(
-        scale_pair<__nv_bfloat16>(numbers.x, factor), scale_pair<__nv_bfloat16>(numbers.y, factor),
-        scale_pair<__nv_bfloat16>(numbers.z, factor), scale_pair<__nv_bfloat16>(numbers.w, factor));
-}
-
-/* The power of two that brings numbers up to `largest` into float16's range, and what undoes it. */
-__device__ float power_for(float largest, float &unit)
-{
-    const int exponent = max(exponent_of(largest) - 14, -113);
-    unit = power_of_two(exponent);
-    return power_of_two(-exponent);
-}
-
-template <typename Row, typename Shared>
-__device__ void store_row(Shared &shared, int stage, int pass, int row, row_pieces<Row> &pieces)
-{
-    const int lane = threadIdx.x % Row::LANES;
-    float factor = 1.0f;
-    if (!Row::E4M3) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int p = 0; p < Row::PIECES; p++) {
-            largest = fmaxf(largest, largest_of_piece(pieces.latent[p]));
-        }
-        factor = power_for(lanes_max<Row::LANES>(largest), pieces.scale);
-    }
-#pragma unroll
-    for (int p = 0; p < Row::PIECES; p++) {
-        if (Row::E4M3) {
-            store_e4m3(shared.cache[stage][p], row, 2 * lane, pieces.latent[p]);
-        } else {
-            store_piece(shared.cache[stage][p], row, lane, scale_piece(pieces.latent[p], factor));
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < Row::ROPE_PIECES; i++) {
-        store_piece(shared.cache[stage][LATENT_BLOCKS], row, rope_piece<Row>(row, lane, i),
-                    pieces.rope[i]);
-    }
-    if (lane < Row::SCALES) shared.scale[stage][lane][row] = pieces.scale;
-    float largest = fabsf(pieces.scale);
-#pragma unroll
-    for (int step = Row::LANES; step < WARP; step *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
-    }
-    if (threadIdx.x % WARP < Row::SCALES) {
-        shared.largest_scale[stage][threadIdx.x % WARP][pass] = largest;
-    }
-}
+/* -------------------------------------------------------------------------- looking up */
 
 /* A source of slots whose tokens follow one another at the same distance throughout: every slot
  * is a block of its own. What an index means is then known without a look at memory, and without
@@ -356,6 +269,20 @@ __device__ plain_indices indices_of(const smla_attend &work, const Shared &share
             indices.stride[2] * bytes, end - begin, wide};
 }
 
+/* Brings the first indices of the split into L2 before anybody knows how many of them count. */
+__device__ void prefetch_first_indices(const smla_attend &work, const piece &piece)
+{
+    const int64_t entry = piece.begin + threadIdx.x;
+    const int which = entry >= work.source[0].topk;
+    const int64_t j = entry - (which ? work.source[0].topk : 0);
+    const smla_array &indices = work.source[which].indices;
+    if (!indices.dtype || entry >= piece.end) return;
+    ptx::prefetch(static_cast<const uint8_t *>(indices.data) +
+                  (piece.batch * indices.stride[0] + piece.query * indices.stride[1] +
+                   j * indices.stride[2]) *
+                      (indices.dtype == SMLA_INT64 ? 8 : 4));
+}
+
 /* Until there is room for a tile's rows. */
 template <typename Shared> __device__ void wait_for_room(Shared &shared, unsigned tile)
 {
@@ -368,126 +295,370 @@ template <typename Shared> __device__ void publish_tile(Shared &shared, unsigned
     ptx::arrive(&shared.known[tile % KNOWN_TILES]);
 }
 
-/* Adds the rows of a round's valid entries to the tiles, in order, and asks for them. */
+/* Adds the rows of a round's valid entries to the tiles, in order. */
 template <typename Row, typename Shared>
-__device__ void add_rows(Shared &shared, const uint8_t *row, unsigned &found)
+__device__ void add_rows(Shared &shared, const uint8_t *row)
 {
     const unsigned votes = __ballot_sync(ALL_LANES, row != nullptr);
-    wait_for_room(shared, (found + WARP - 1) / TILE);
+    const unsigned found = shared.found, tile = found / Row::TILE, end = found + __popc(votes);
+    wait_for_room(shared, (found + WARP - 1) / Row::TILE);
     if (row) {
         const unsigned at = found + __popc(votes & ((1u << threadIdx.x % WARP) - 1));
-        shared.entries[at / TILE % KNOWN_TILES][at % TILE] = row;
-        ptx::prefetch_bulk(row, Row::BYTES);
+        shared.entries[at / Row::TILE % KNOWN_TILES][at % Row::TILE] = row;
     }
-    const unsigned tile = found / TILE;
-    found += __popc(votes);
-    if (found / TILE > tile) publish_tile(shared, tile, TILE);
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) shared.found = end;
+    if (end / Row::TILE > tile) publish_tile(shared, tile, Row::TILE);
 }
 
-/* The work of the last warp of the first warpgroup: the rows of the valid entries, 64 a tile.
- * What a round needs is asked for long before: a single warp waits for all that it needs. */
-template <typename Row, typename Shared>
-__device__ void look_up_tiles(const smla_gpu_attend &launch, Shared &shared)
+/* What is left becomes a last tile, behind which there is none. */
+template <typename Row, typename Shared> __device__ void end_tiles(Shared &shared)
 {
-    const smla_attend &work = launch.work;
-    const int lane = threadIdx.x % WARP;
-    const int64_t begin = shared.piece.begin, count = shared.piece.end - begin;
-    unsigned found = 0;
-    if (is_plain(work)) {
-        const plain_indices indices = indices_of(work, shared);
-        int64_t index = indices.load(lane);
-        const smla_source source = plain_source(work.source[0], index);
-        for (int64_t i = lane; i - lane < count; i += WARP) {
-            if (i + AHEAD < indices.count) {
-                ptx::prefetch(indices.first + (i + AHEAD) * indices.pitch);
-            }
-            const smla_row row = {};
-            smla_place place;
-            const smla_cause cause = smla_resolve(&source, &row, 0, &place);
-            if (cause >= SMLA_FAULT_INDEX) note_fault(shared, begin + i, cause, 0);
-            const uint8_t *bytes = cause == SMLA_VALID ? smla_token(&source, &place) : nullptr;
-            index = indices.load(i + WARP);
-            add_rows<Row>(shared, bytes, found);
-        }
-    } else {
-        for (int64_t i = lane; i - lane < count; i += WARP) {
-            const uint8_t *ahead = index_address(work, shared, begin + i + AHEAD);
-            if (ahead) ptx::prefetch(ahead);
-            add_rows<Row>(shared, look_up(work, shared, begin + i), found);
-        }
-    }
-    unsigned tile = found / TILE;
+    const unsigned found = shared.found;
+    unsigned tile = found / Row::TILE;
     wait_for_room(shared, tile);
-    if (found % TILE > 0) {
-        publish_tile(shared, tile++, found % TILE);
+    if (found % Row::TILE > 0) {
+        publish_tile(shared, tile++, found % Row::TILE);
         wait_for_room(shared, tile);
     }
     publish_tile(shared, tile, 0);
 }
 
-/* The work of the other warps of the first warpgroup, which take the rows by turns. Tiles come
- * half by half, the second one first: its part of the stage is given back first. */
-template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shared, int warp)
+/* The rows of the valid entries of the split, for look-up warp `warp`: every other round of 32. A
+ * row is known and asked for before its turn comes to be given a place. */
+template <typename Row, bool plain, typename Shared>
+__device__ void look_up_rounds(const smla_gpu_attend &launch, Shared &shared, int warp)
 {
-    for (unsigned tile = 0;; tile++) {
-        const unsigned stage = tile % STAGES, parity = (tile / STAGES & 1) ^ 1;
-        const unsigned known = tile % KNOWN_TILES;
-        wait_warp(&shared.known[known], tile / KNOWN_TILES & 1);
-        const int size = shared.known_size[known];
-        if (size > 0) {
-#pragma unroll 1
-            for (int pass = (warp + tile) % COPY_WARPS; pass < Row::PASSES; pass += COPY_WARPS) {
-                const int row = (pass * Row::PASS + HALF) % TILE +
-                                (int)threadIdx.x % WARP / Row::LANES;
-                row_pieces<Row> pieces = load_row<Row>(shared.entries[known][row], row, row < size);
-                wait_warp(&shared.empty[stage][pass < Row::PASSES / 2], parity);
-                store_row<Row>(shared, stage, pass, row, pieces);
+    constexpr int STRIDE = LOOK_UP_WARPS * WARP;
+    const smla_attend &work = launch.work;
+    const int64_t begin = shared.piece.begin;
+    const int rounds = (int)((shared.piece.end - begin + WARP - 1) / WARP);
+    int64_t i = warp * WARP + threadIdx.x % WARP;
+    int64_t index = 0;
+    const plain_indices indices = plain ? indices_of(work, shared) : plain_indices{};
+    const smla_source source = plain_source(work.source[0], index);
+    if (plain) index = indices.load(i);
+    for (int round = warp; round <= rounds; round += LOOK_UP_WARPS, i += STRIDE) {
+        const uint8_t *row = nullptr;
+        if (plain) {
+            if (i + AHEAD < indices.count) {
+                ptx::prefetch(indices.first + (i + AHEAD) * indices.pitch);
             }
-            ptx::arrive(&shared.read[known]);
+            const smla_row first = {};
+            smla_place place;
+            const smla_cause cause = smla_resolve(&source, &first, 0, &place);
+            if (cause >= SMLA_FAULT_INDEX) note_fault(shared, begin + i, cause, 0);
+            if (cause == SMLA_VALID) row = smla_token(&source, &place);
+            index = indices.load(i + STRIDE);
         } else {
-            wait_warp(&shared.empty[stage][1], parity);
-            wait_warp(&shared.empty[stage][0], parity);
+            const uint8_t *ahead = index_address(work, shared, begin + i + AHEAD);
+            if (ahead) ptx::prefetch(ahead);
+            row = look_up(work, shared, begin + i);
         }
-        if (threadIdx.x == 0) shared.size[stage] = size;
-        ptx::publish_operands();
-        ptx::arrive(&shared.full[stage]);
-        if (size == 0) break;
+        if (row) ptx::prefetch_bulk(row, Row::BYTES);
+        const int turn = round / LOOK_UP_WARPS & 1;
+        wait_warp(&shared.turn[1 - warp], warp == 0 ? turn ^ 1 : turn);
+        if (round == rounds) {
+            end_tiles<Row>(shared);
+        } else {
+            add_rows<Row>(shared, row);
+            ptx::arrive(&shared.turn[warp]);
+        }
+    }
+}
+
+template <typename Row, typename Shared>
+__device__ void look_up_tiles(const smla_gpu_attend &launch, Shared &shared, int warp)
+{
+    if (is_plain(launch.work)) {
+        look_up_rounds<Row, true>(launch, shared, warp);
+    } else {
+        look_up_rounds<Row, false>(launch, shared, warp);
+    }
+}
+
+/* -------------------------------------------------------------------------- copying */
+
+/* A lane's share of what a warp reads at once: the row, and 16 bytes of every LANES * 16. Eight
+ * lanes side by side write to all banks: of e4m3 numbers, of which each writes two pieces one after
+ * the other, those of two rows. */
+struct lane_share {
+    int row, part;
+};
+
+template <typename Row> __device__ lane_share share_of_lane()
+{
+    const int lane = threadIdx.x % WARP;
+    if (Row::E4M3) return {(lane >> 2 & 1) | (lane >> 3 & 2), (lane & 3) | (lane >> 1 & 4)};
+    return {lane / Row::LANES, lane % Row::LANES};
+}
+
+template <typename Row> struct row_pieces {
+    uint4 latent[Row::PIECES];
+    uint4 rope;
+    float scale; /* of the lanes of as many parts */
+};
+
+/* The rope piece of a lane: lanes of neighbouring rows have theirs in different halves of the
+ * banks. */
+template <typename Row> __device__ int rope_piece(const lane_share &share)
+{
+    return Row::E4M3 ? share.part ^ share.row % 2 * 4 : share.part;
+}
+
+template <typename Row> __device__ bool has_rope(const lane_share &share)
+{
+    return Row::HAS_ROPE && share.part < Row::ROPE_LANES;
+}
+
+template <typename Row> __device__ bool has_scale(const lane_share &share)
+{
+    return Row::E4M3 && share.part < GROUPS;
+}
+
+/* Loads a lane's pieces of a row: zeros where there is no row. */
+template <typename Row>
+__device__ row_pieces<Row> load_row(const lane_share &share, const uint8_t *bytes)
+{
+    row_pieces<Row> pieces;
+    const uint8_t *first = bytes + share.part * 16;
+#pragma unroll
+    for (int p = 0; p < Row::PIECES; p++) {
+        pieces.latent[p] = ptx::load_once(first + p * Row::LANES * 16, bytes);
+    }
+    if (Row::HAS_ROPE) {
+        pieces.rope = ptx::load_once(bytes + Row::ROPE_AT + rope_piece<Row>(share) * 16,
+                                     bytes && has_rope<Row>(share));
+    }
+    pieces.scale = 0.0f;
+    if (Row::E4M3) {
+        pieces.scale = ptx::load_number_once(bytes + Row::SCALES_AT + share.part * 4,
+                                             bytes && has_scale<Row>(share));
+    }
+    return pieces;
+}
+
+/* The same by way of shared memory, for which no registers have to wait. */
+template <typename Row>
+__device__ void ask_for_row(landing<Row> &landing, const lane_share &share, const uint8_t *bytes)
+{
+    const uint8_t *first = bytes + share.part * 16;
+    uint4 *to = &landing.latent[0][threadIdx.x % WARP];
+    const int there = bytes ? 16 : 0;
+    ptx::copy_16<0, 0>(to, first, there);
+    ptx::copy_16<WARP * 16, Row::LANES * 16>(to, first, there);
+    ptx::copy_16<2 * WARP * 16, 2 * Row::LANES * 16>(to, first, there);
+    ptx::copy_16<3 * WARP * 16, 3 * Row::LANES * 16>(to, first, there);
+    static_assert(Row::PIECES == 4, "of them");
+    if (has_rope<Row>(share)) {
+        ptx::copy_16<0, Row::ROPE_AT>(&landing.rope[threadIdx.x % WARP],
+                                      bytes + rope_piece<Row>(share) * 16, there);
+    }
+    if (has_scale<Row>(share)) {
+        ptx::copy_4<Row::SCALES_AT>(&landing.scale[share.row * GROUPS + share.part],
+                                    bytes + share.part * 4, there / 4);
+    }
+}
+
+template <typename Row>
+__device__ row_pieces<Row> take_row(const landing<Row> &landing, const lane_share &share)
+{
+    const int lane = threadIdx.x % WARP;
+    row_pieces<Row> pieces;
+    ptx::wait_copies();
+#pragma unroll
+    for (int p = 0; p < Row::PIECES; p++) pieces.latent[p] = landing.latent[p][lane];
+    if (has_rope<Row>(share)) pieces.rope = landing.rope[lane];
+    pieces.scale = has_scale<Row>(share) ? landing.scale[share.row * GROUPS + share.part] : 0.0f;
+    return pieces;
+}
+
+/* 16 e4m3 numbers become two pieces of float16 ones, of which the second stands at the other of two
+ * neighbouring places. */
+__device__ void store_e4m3(uint8_t *first, uint8_t *second, uint4 bytes)
+{
+    uint32_t pairs[4][2];
+    ptx::from_e4m3(pairs[0], bytes.x);
+    ptx::from_e4m3(pairs[1], bytes.y);
+    ptx::from_e4m3(pairs[2], bytes.z);
+    ptx::from_e4m3(pairs[3], bytes.w);
+    *reinterpret_cast<uint4 *>(first) = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0],
+                                                   pairs[1][1]);
+    *reinterpret_cast<uint4 *>(second) = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0],
+                                                    pairs[3][1]);
+}
+
+__device__ float largest_of_piece(uint4 numbers)
+{
+    __nv_bfloat162 largest = larger_pair({}, numbers.x);
+    largest = larger_pair(largest, numbers.y);
+    largest = larger_pair(largest, numbers.z);
+    largest = larger_pair(largest, numbers.w);
+    return fmaxf(__low2float(largest), __high2float(largest));
+}
+
+__device__ uint4 scale_piece(uint4 numbers, float factor)
+{
+    return make_uint4(
+        scale_pair<__nv_bfloat16>(numbers.x, factor), scale_pair<__nv_bfloat16>(numbers.y, factor),
+        scale_pair<__nv_bfloat16>(numbers.z, factor), scale_pair<__nv_bfloat16>(numbers.w, factor));
+}
+
+/* The power of two that brings numbers up to `largest` into float16's range, and what undoes it. */
+__device__ float power_for(float largest, float &unit)
+{
+    const int exponent = max(exponent_of(largest) - 14, -113);
+    unit = power_of_two(exponent);
+    return power_of_two(-exponent);
+}
+
+/* Writes the pieces of a row as the products want them. */
+template <typename Row, typename Shared>
+__device__ void store_row(Shared &shared, int stage, int pass, const lane_share &share,
+                          row_pieces<Row> &pieces)
+{
+    const int row = pass * Row::PASS + share.row;
+    auto *blocks = shared.cache[stage];
+    float factor = 1.0f;
+    if (!Row::E4M3) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int p = 0; p < Row::PIECES; p++) {
+            largest = fmaxf(largest, largest_of_piece(pieces.latent[p]));
+        }
+        factor = power_for(lanes_max<Row::LANES>(largest), pieces.scale);
+    }
+    if (has_rope<Row>(share)) {
+        store_piece(blocks[Row::BLOCKS - 1], row, rope_piece<Row>(share), pieces.rope);
+    }
+    if (share.part < Row::SCALES) shared.scale[stage][share.part][row] = pieces.scale;
+    constexpr int OF_BLOCK = Row::E4M3 ? 4 : 8; /* pieces as they are read */
+    constexpr int PITCH = Row::LANES / OF_BLOCK * Row::CACHE_BLOCK;
+    const int at = share.part / OF_BLOCK * Row::CACHE_BLOCK +
+                   swapped(row, share.part % OF_BLOCK * (8 / OF_BLOCK));
+    uint8_t *const to = &blocks[0][0][0];
+#pragma unroll
+    for (int p = 0; p < Row::PIECES; p++) {
+        const uint4 numbers = pieces.latent[p];
+        if (Row::E4M3) {
+            store_e4m3(to + at + p * PITCH, to + (at ^ 16) + p * PITCH, numbers);
+        } else {
+            *reinterpret_cast<uint4 *>(to + at + p * PITCH) = scale_piece(numbers, factor);
+        }
+        ptx::keep_order();
+    }
+}
+
+/* Until the rows of a tile are known. Returns how many they are. */
+template <typename Shared> __device__ int wait_for_tile(Shared &shared, unsigned tile)
+{
+    wait_warp(&shared.known[tile % KNOWN_TILES], tile / KNOWN_TILES & 1);
+    return shared.known_size[tile % KNOWN_TILES];
+}
+
+/* The work of the copying warps: of all passes of rows, laid end to end, each takes every sixth.
+ * While it waits for room in a stage it has the rows of one in registers and those of the next
+ * where they land. Where there is room for the next at once, it goes on before it asks for more.
+ * Behind the last tile there is an empty one for each of the warpgroups that multiply. */
+template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shared)
+{
+    const lane_share share = share_of_lane<Row>();
+    landing<Row> &landing = shared.landing[threadIdx.x / WARP];
+    int ends = INT_MAX;                      /* the first tile that is empty */
+    const auto is_last = [](unsigned pass) { /* of the warp's in its tile */
+                                             return pass % Row::PASSES + COPY_WARPS >= Row::PASSES;
+    };
+    const auto find_row = [&](unsigned pass, int &size) -> const uint8_t * {
+        const unsigned tile = pass / Row::PASSES;
+        size = (int)tile < ends ? wait_for_tile(shared, tile) : 0;
+        if (size == 0) {
+            ends = min(ends, (int)tile);
+            return nullptr;
+        }
+        const int row = pass % Row::PASSES * Row::PASS + share.row;
+        const uint8_t *bytes = row < size ? shared.entries[tile % KNOWN_TILES][row] : nullptr;
+        if (is_last(pass)) ptx::arrive(&shared.read[tile % KNOWN_TILES]);
+        return bytes;
+    };
+    const auto room_for = [&](unsigned pass) -> phase_of {
+        const unsigned tile = pass / Row::PASSES;
+        return {&shared.empty[tile % Row::STAGES][pass % Row::PASSES * Row::PASS / CHUNK],
+                (tile / Row::STAGES & 1) ^ 1};
+    };
+    unsigned pass = threadIdx.x / WARP;
+    int size, next_size;
+    row_pieces<Row> pieces = load_row<Row>(share, find_row(pass, size));
+    ask_for_row(landing, share, find_row(pass + COPY_WARPS, next_size));
+    bool asked = true;
+#pragma unroll 1
+    for (;;) {
+        const unsigned tile = pass / Row::PASSES, stage = tile % Row::STAGES;
+        if ((int)tile >= ends && tile - ends >= OWNERS) break;
+        const phase_of room = room_for(pass);
+        wait_warp(room.barrier, room.parity);
+        if (size > 0) store_row<Row>(shared, stage, pass % Row::PASSES, share, pieces);
+        if (is_last(pass)) {
+            if (threadIdx.x == 0) shared.size[stage] = size;
+            ptx::publish_operands();
+            ptx::arrive(&shared.full[stage]);
+        }
+        pass += COPY_WARPS;
+        if (asked) {
+            pieces = take_row(landing, share);
+            size = next_size;
+            const phase_of next_room = room_for(pass);
+            asked = !__all_sync(ALL_LANES, ptx::has_ended(next_room.barrier, next_room.parity));
+        } else {
+            pieces = load_row<Row>(share, find_row(pass, size));
+            asked = true;
+        }
+        if (asked) ask_for_row(landing, share, find_row(pass + COPY_WARPS, next_size));
     }
 }
 
 /* -------------------------------------------------------------------------- the query */
 
-/* 16 numbers of q. */
-template <bool aligned> __device__ void load_sixteen(const uint16_t *numbers, uint4 (&pieces)[2])
+/* 8 numbers of q. */
+template <bool aligned> __device__ uint4 load_eight(const uint16_t *numbers)
 {
     if constexpr (aligned) {
-        pieces[0] = ptx::load_once(numbers, true);
-        pieces[1] = ptx::load_once(numbers + 8, true);
+        return ptx::load_once(numbers, true);
     } else {
-        uint32_t pairs[8];
+        uint32_t pairs[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) pairs[i] = numbers[2 * i] | (uint32_t)numbers[2 * i + 1] << 16;
-        pieces[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        pieces[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+        for (int i = 0; i < 4; i++) pairs[i] = numbers[2 * i] | (uint32_t)numbers[2 * i + 1] << 16;
+        return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
 }
 
-/* The latent numbers of q as an operand. A warp takes every eighth head, a lane 16 numbers of
- * each, all of which are asked for before the first is looked at. */
+/* q as an operand. Of the latent numbers a warp takes every eighth head, a lane 16 numbers of each,
+ * all of which are asked for before the first is looked at. */
 template <typename Row, bool aligned, typename Shared>
-__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared, int warp)
+__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
 {
-    constexpr int OF_WARP = HEADS / VALUE_WARPS, LANES = WARP / Row::SCALES;
-    const int lane = threadIdx.x % WARP;
-    uint4 pieces[OF_WARP][2];
+    constexpr int WARPS = MULTIPLIERS / WARP, OF_WARP = HEADS / WARPS;
+    constexpr int LANES = WARP / Row::SCALES;
+    constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
+    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
+    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
 #pragma unroll
     for (int i = 0; i < OF_WARP; i++) {
-        const int head = min(piece.head + i * VALUE_WARPS + warp, work.heads - 1);
-        load_sixteen<aligned>(query_number(work, piece, head, lane * 16), pieces[i]);
+        const int head = min(piece.head + i * WARPS + warp, work.heads - 1);
+        const uint16_t *numbers = query_number(work, piece, head, lane * 16);
+        pieces[i][0] = load_eight<aligned>(numbers);
+        pieces[i][1] = load_eight<aligned>(numbers + 8);
+    }
+    if (Row::HAS_ROPE) {
+#pragma unroll
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            const int head = piece.head + (i * WARPS + warp) * ROPE_HEADS + lane / 8;
+            rope[i] = load_eight<aligned>(
+                query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
+        }
     }
 #pragma unroll
     for (int i = 0; i < OF_WARP; i++) {
-        const int of_block = i * VALUE_WARPS + warp;
+        const int of_block = i * WARPS + warp;
         const float largest = fmaxf(largest_of_piece(pieces[i][0]), largest_of_piece(pieces[i][1]));
         float unit;
         const float factor = power_for(lanes_max<LANES>(largest), unit);
@@ -498,111 +669,103 @@ __device__ void store_heads(const smla_attend &work, const piece &piece, Shared 
         }
         if (lane % LANES == 0) shared.query_unit[lane / LANES][of_block] = unit;
     }
-}
-
-template <typename Row, typename Shared>
-__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared, int warp)
-{
-    if (is_query_aligned(work, 16)) {
-        store_heads<Row, true>(work, piece, shared, warp);
-    } else {
-        store_heads<Row, false>(work, piece, shared, warp);
-    }
-    ptx::publish_operands();
-}
-
-/* The rope numbers of q as the scores' left operand. */
-__device__ void load_rope(const smla_attend &work, const piece &piece, uint32_t (&rope)[K_STEPS][4])
-{
-    const int column = threadIdx.x % QUAD;
-    const bool aligned = is_query_aligned(work, 4);
+    if (Row::HAS_ROPE) {
 #pragma unroll
-    for (int y = 0; y < 2; y++) {
-        const int head = min(piece.head + group_row() + 8 * y, work.heads - 1);
-        const uint16_t *numbers = query_number(work, piece, head, LATENT);
-#pragma unroll
-        for (int step = 0; step < K_STEPS; step++) {
-            uint32_t &first = rope[step][y], &second = rope[step][y + 2];
-            if (aligned) {
-                load_pairs<false, true>(numbers + 16 * step, column, first, second);
-            } else {
-                load_pairs<false, false>(numbers + 16 * step, column, first, second);
-            }
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            store_piece(shared.query[Row::BLOCKS - 1], (i * WARPS + warp) * ROPE_HEADS + lane / 8,
+                        lane % 8, rope[i]);
         }
     }
 }
 
+template <typename Row, typename Shared>
+__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    if (is_query_aligned(work, 16)) {
+        store_heads<Row, true>(work, piece, shared);
+    } else {
+        store_heads<Row, false>(work, piece, shared);
+    }
+    ptx::publish_operands();
+}
+
 /* -------------------------------------------------------------------------- scores */
 
-/* What a thread keeps of its two rows. */
+/* A thread's numbers of a tile: 4 j + 2 y + x is of its row y and entry 8 j + 2 column + x. */
+template <typename Row> using tile_numbers = float[Row::TILE / 2];
+
+/* What it keeps of its two rows. */
 struct row_state {
     float largest[2]; /* score so far */
     float sum[2];     /* of weights, of the thread's columns */
 };
 
-/* scores = q * k of the tile in `stage`, times the softmax scale: number 4 j + 2 y + x of a
- * thread is of its row y and entry 8 j + 2 column + x. */
+/* scores = q * k of the tile in `stage`, times the softmax scale. */
 template <typename Row, typename Shared>
 __device__ void multiply_scores(const smla_attend &work, const Shared &shared, int stage,
-                                const uint32_t (&rope)[K_STEPS][4], float (&scores)[32])
+                                tile_numbers<Row> &scores)
 {
-    const int row = group_row(), column = threadIdx.x % QUAD;
-    const uint32_t query = ptx::shared_address(shared.query);
-    const uint32_t cache = ptx::shared_address(shared.cache[stage]);
-    float part[32];
-    ptx::fence_products();
-    if (Row::HAS_ROPE) {
-#pragma unroll
-        for (int step = 0; step < K_STEPS; step++) {
-            ptx::multiply_along_k(
-                scores, rope[step],
-                ptx::operand_along_k(cache + LATENT_BLOCKS * BLOCK_BYTES + step * K_BYTES),
-                step > 0);
-        }
-        ptx::commit_products();
-    }
+    const int row = group_row(), column = quad_column();
+    const ptx::operand query = ptx::operand_along_k(ptx::shared_address(shared.query));
+    const ptx::operand cache = ptx::operand_along_k(ptx::shared_address(shared.cache[stage]));
+    tile_numbers<Row> part;
 #pragma unroll
     for (int scale = 0; scale < Row::SCALES; scale++) {
-        if (scale > 0) ptx::fence_products();
+        ptx::fence_products();
 #pragma unroll
         for (int step = 0; step < Row::STEPS; step++) {
-            const int at = scale * Row::STEPS + step;
-            const int offset = at / K_STEPS * BLOCK_BYTES + at % K_STEPS * K_BYTES;
-            ptx::multiply_along_k(part, ptx::operand_along_k(query + offset),
-                                  ptx::operand_along_k(cache + offset), step > 0);
+            const int at = scale * Row::STEPS + step, block = at / K_STEPS;
+            const int offset = at % K_STEPS * K_BYTES;
+            ptx::multiply_along_k<__half>(part, query.at(block * QUERY_BLOCK + offset),
+                                          cache.at(block * Row::CACHE_BLOCK + offset), step > 0);
         }
         ptx::commit_products();
-        ptx::wait_products<0>();
         const float unit[2] = {shared.query_unit[scale][row], shared.query_unit[scale][row + 8]};
+        ptx::wait_products<0>();
 #pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
+        for (int j = 0; j < Row::TILE / 8; j++) {
             float scales[2];
             load_run<float>(shared.scale[stage][scale], 8 * j + 2 * column, scales);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float number = part[4 * j + i] * unit[i / 2];
                 float &score = scores[4 * j + i];
-                score = Row::HAS_ROPE || scale > 0 ? fmaf(number, scales[i % 2], score)
-                                                   : number * scales[i % 2];
+                score = scale > 0 ? fmaf(number, scales[i % 2], score) : number * scales[i % 2];
             }
         }
     }
+    if (Row::HAS_ROPE) {
+        ptx::fence_products();
 #pragma unroll
-    for (int i = 0; i < 32; i++) scores[i] *= work.softmax_scale;
+        for (int step = 0; step < K_STEPS; step++) {
+            ptx::multiply_along_k<__nv_bfloat16>(
+                part, query.at(LATENT_BLOCKS * QUERY_BLOCK + step * K_BYTES),
+                cache.at(LATENT_BLOCKS * Row::CACHE_BLOCK + step * K_BYTES), step > 0);
+        }
+        ptx::commit_products();
+        ptx::wait_products<0>();
+#pragma unroll
+        for (int i = 0; i < Row::TILE / 2; i++) scores[i] += part[i];
+    }
+#pragma unroll
+    for (int i = 0; i < Row::TILE / 2; i++) scores[i] *= work.softmax_scale;
 }
 
 /* Scores -> weights. */
-__device__ void weigh(const smla_attend &work, float inverse_cap, int size, float (&scores)[32],
+template <typename Row>
+__device__ void weigh(const smla_attend &work, int size, tile_numbers<Row> &scores,
                       row_state &state)
 {
-    const int column = threadIdx.x % QUAD;
+    const int column = quad_column();
     if (work.logit_cap > 0.0f) {
+        const float inverse = 1.0f / work.logit_cap;
 #pragma unroll
-        for (int i = 0; i < 32; i++) scores[i] = work.logit_cap * tanhf(scores[i] * inverse_cap);
+        for (int i = 0; i < Row::TILE / 2; i++)
+            scores[i] = work.logit_cap * tanhf(scores[i] * inverse);
     }
-    if (size < TILE) {
+    if (size < Row::TILE) {
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < Row::TILE / 2; i++) {
             if (i / 4 * 8 + 2 * column + i % 2 >= size) scores[i] = -CUDART_INF_F;
         }
     }
@@ -611,7 +774,7 @@ __device__ void weigh(const smla_attend &work, float inverse_cap, int size, floa
         const float last = state.largest[y];
         float largest = last;
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < Row::TILE / 4; i++) {
             largest = fmaxf(largest, scores[i / 2 * 4 + 2 * y + i % 2]);
         }
         largest = quad_max(largest);
@@ -620,7 +783,7 @@ __device__ void weigh(const smla_attend &work, float inverse_cap, int size, floa
         const float drop = top == before ? 0.0f : fminf(top - before, LONGEST_DROP);
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < Row::TILE / 4; i++) {
             float &score = scores[i / 2 * 4 + 2 * y + i % 2];
             score = ptx::exp2_fast(fmaf(score - largest, LOG2_E, rest));
             sum += score;
@@ -630,88 +793,63 @@ __device__ void weigh(const smla_attend &work, float inverse_cap, int size, floa
     }
 }
 
-/* Where the weights of a half of the tile in `stage` are. */
-template <typename Shared>
-__device__ auto weights_of(Shared &shared, int stage, int half) -> decltype(&shared.weight[0])
-{
-    return half == 0
-               ? &shared.weight[0]
-               : reinterpret_cast<decltype(&shared.weight[0])>(shared.cache[stage][LATENT_BLOCKS]);
-}
-
-/* Largest score and sum of every head, and the factor of its sums of values. */
-template <typename Shared>
-__device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared, row_state &state)
-{
-    const smla_attend &work = launch.work;
-    const piece &piece = shared.piece;
-#pragma unroll
-    for (int y = 0; y < 2; y++) {
-        float sum = state.sum[y];
-        const float largest = state.largest[y];
-        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        const int head = group_row() + 8 * y;
-        if (threadIdx.x % QUAD != 0 || piece.head + head >= work.heads) continue;
-        /* from weights relative to M to weights relative to the largest score */
-        const bool empty = sum == 0.0f;
-        float factor = empty ? 0.0f : ptx::exp2_fast(-rest_of(largest, top_of(largest)));
-        if (!empty) sum *= factor;
-        if (launch.splits == 1) {
-            factor *= finish_head(work, piece.batch, piece.query, piece.head + head, largest, sum);
-        } else {
-            const int64_t at = (piece.split * (work.batch * work.s_q) + piece.row) * work.heads +
-                               piece.head + head;
-            launch.part_max[at] = largest;
-            launch.part_sum[at] = sum;
-        }
-        shared.factor[head] = factor;
-    }
-}
-
-/* The work of the second warpgroup. */
+/* The largest scale of the tile: each warp finds that of a group. */
 template <typename Row, typename Shared>
-__device__ void score_tiles(const smla_gpu_attend &launch, Shared &shared,
-                            const uint32_t (&rope)[K_STEPS][4])
+__device__ void find_largest_scale(Shared &shared, int stage)
 {
-    const smla_attend &work = launch.work;
-    const int thread = group_thread();
-    const float inverse_cap = 1.0f / work.logit_cap;
-    row_state state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
-#pragma unroll 1
-    for (unsigned tile = 0;; tile++) {
-        const int stage = tile % STAGES;
-        wait_warp(&shared.full[stage], tile / STAGES & 1);
-        const int size = shared.size[stage];
-        if (size == 0) {
-            ptx::wait_phase(&shared.taken, (tile & 1) ^ 1);
-            break;
-        }
-        float scores[32];
-        multiply_scores<Row>(work, shared, stage, rope, scores);
-        weigh(work, inverse_cap, size, scores, state);
-        ptx::wait_phase(&shared.taken, (tile & 1) ^ 1);
+    const int warp = group_thread() / WARP, lane = group_thread() % WARP;
+    if (warp >= Row::SCALES) return;
+    float scales[2];
+    load_run<float>(shared.scale[stage][warp], lane % (Row::TILE / 2) * 2, scales);
+    const float largest = lanes_max<WARP>(fmaxf(fabsf(scales[0]), fabsf(scales[1])));
+    if (lane == 0) shared.largest_scale[stage][warp] = largest;
+}
+
+/* Weights of a tile of the warpgroup's own, for both. */
+template <typename Row, typename Shared>
+__device__ void make_weights(const smla_attend &work, Shared &shared, unsigned tile,
+                             row_state &state)
+{
+    const int stage = tile % Row::STAGES, own = tile % OWNERS;
+    tile_numbers<Row> weights;
+    multiply_scores<Row>(work, shared, stage, weights);
+    weigh<Row>(work, shared.size[stage], weights, state);
+    find_largest_scale<Row>(shared, stage);
+    wait_warp(&shared.taken[own], (tile / OWNERS & 1) ^ 1);
 #pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-            weights_of(shared, stage, j / (HALF / 8))[j % (HALF / 8)][thread] = make_float4(
-                scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3]);
-        }
-        if (thread % QUAD == 0) {
-            shared.top[group_row()] = top_of(state.largest[0]);
-            shared.top[group_row() + 8] = top_of(state.largest[1]);
-        }
-        ptx::arrive(&shared.weighed);
+    for (int j = 0; j < Row::TILE / 8; j++) {
+        shared.weight[own][j][group_thread()] = make_float4(weights[4 * j], weights[4 * j + 1],
+                                                            weights[4 * j + 2], weights[4 * j + 3]);
     }
-    ptx::arrive(&shared.weighed);
-    finish_heads(launch, shared, state);
+    if (quad_column() == 0) {
+        shared.top[own][group_row()] = top_of(state.largest[0]);
+        shared.top[own][group_row() + 8] = top_of(state.largest[1]);
+    }
+    ptx::arrive(&shared.weighed[own]);
+}
+
+template <typename Row, typename Shared>
+__device__ void take_weights(Shared &shared, unsigned tile, tile_numbers<Row> &weights,
+                             float (&top)[2])
+{
+    const int owner = tile % OWNERS;
+    wait_warp(&shared.weighed[owner], tile / OWNERS & 1);
+#pragma unroll
+    for (int j = 0; j < Row::TILE / 8; j++) {
+        const float4 four = shared.weight[owner][j][group_thread()];
+        weights[4 * j] = four.x;
+        weights[4 * j + 1] = four.y;
+        weights[4 * j + 2] = four.z;
+        weights[4 * j + 3] = four.w;
+    }
+    top[0] = shared.top[owner][group_row()];
+    top[1] = shared.top[owner][group_row() + 8];
+    ptx::arrive(&shared.taken[owner]);
 }
 
 /* -------------------------------------------------------------------------- values */
 
-constexpr int VALUE_GROUPS = GROUPS / 2; /* of a warpgroup, 128 numbers each */
-constexpr int HALF_STEPS = HALF / 16;    /* k steps of a half */
-
-/* A warpgroup's sums of values; of a thread's two rows M of the last tile, and B less that M: M may
+/* A warpgroup's sums of values; of a thread's two rows the largest M so far, and B less that: M may
  * be so large that B as such would be M again. */
 template <typename Row> struct value_sums {
     float sums[VALUE_GROUPS][64];
@@ -719,105 +857,122 @@ template <typename Row> struct value_sums {
     float top[2];
 };
 
-/* A thread's weights of entries `entry` + 2 column and the next, and their scales. */
-template <typename Shared> __device__ float4 load_weights(Shared &shared, int stage, int entry)
+template <typename Row> __device__ void clear(value_sums<Row> &values)
 {
-    return weights_of(shared, stage, entry / HALF)[entry % HALF / 8][group_thread()];
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; g++) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) values.sums[g][i] = 0.0f;
+    }
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+        values.top[y] = -CUDART_INF_F;
+#pragma unroll
+        for (int s = 0; s < Row::VALUE_SCALES; s++) values.rise[s][y] = -CUDART_INF_F;
+    }
 }
 
+/* Takes M of a tile, and returns it less the largest. */
+template <typename Row> __device__ float take_top(float top, int y, value_sums<Row> &values)
+{
+    const float above = top == values.top[y] ? 0.0f : top - values.top[y];
+    if (above <= 0.0f) return above;
+#pragma unroll
+    for (int s = 0; s < Row::VALUE_SCALES; s++) values.rise[s][y] -= above;
+    values.top[y] = top;
+    return 0.0f;
+}
+
+/* The scales of entries 8 j + 2 column and the next. */
 template <typename Shared>
-__device__ float2 load_scales(const Shared &shared, int stage, int entry, int scale)
+__device__ float2 load_scales(const Shared &shared, int stage, int scale, int j)
 {
     return *reinterpret_cast<const float2 *>(
-        &shared.scale[stage][scale][entry + threadIdx.x % QUAD * 2]);
+        &shared.scale[stage][scale][8 * j + quad_column() * 2]);
 }
 
-/* w of 16 entries from `entry` on, of one of their scales: the left operand of their values. */
+/* The scales of a thread's entries of a chunk. */
+struct chunk_scales {
+    float2 of[CHUNK / 8];
+};
+
 template <typename Shared>
-__device__ void round_weights(const Shared &shared, unsigned tile, int entry, int scale,
-                              const float4 (&weights)[2], const float (&unit)[2],
+__device__ chunk_scales load_chunk_scales(const Shared &shared, int stage, int scale, int chunk)
+{
+    return {load_scales(shared, stage, scale, chunk * 2),
+            load_scales(shared, stage, scale, chunk * 2 + 1)};
+}
+
+/* w of a chunk's entries, of one of their scales: the left operand of their values. `turns` is TURN
+ * times the number of the thread's first entry. */
+template <typename Row>
+__device__ void round_weights(int chunk, const tile_numbers<Row> &weights,
+                              const chunk_scales &scales, const float (&unit)[2], uint32_t turns,
                               uint32_t (&operand)[4])
 {
     constexpr int CUT_BITS = 13; /* of a float32 fraction, that float16 does not have */
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const float2 scales = load_scales(shared, tile % STAGES, entry + 8 * j, scale);
-        const uint32_t turns = (tile * TILE + entry + 8 * j + threadIdx.x % QUAD * 2) * TURN;
-        const uint32_t raise[2] = {turns >> (32 - CUT_BITS), (turns + TURN) >> (32 - CUT_BITS)};
+    for (int i = 0; i < CHUNK / 8; i++) {
+        const int j = chunk * (CHUNK / 8) + i;
+        const uint32_t first = turns + 8 * j * TURN;
+        const uint32_t raise[2] = {first >> (32 - CUT_BITS), (first + TURN) >> (32 - CUT_BITS)};
         const auto raised = [&](float number, int x) {
             return __uint_as_float(__float_as_uint(number) + raise[x]);
         };
-        operand[2 * j] = ptx::cut(raised(weights[j].x * scales.x * unit[0], 0),
-                                  raised(weights[j].y * scales.y * unit[0], 1));
-        operand[2 * j + 1] = ptx::cut(raised(weights[j].z * scales.x * unit[1], 0),
-                                      raised(weights[j].w * scales.y * unit[1], 1));
+#pragma unroll
+        for (int y = 0; y < 2; y++) {
+            const float *pair = &weights[4 * j + 2 * y];
+            operand[2 * i + y] = ptx::cut(raised(pair[0] * scales.of[i].x * unit[y], 0),
+                                          raised(pair[1] * scales.of[i].y * unit[y], 1));
+        }
     }
 }
 
 constexpr float LARGEST_POWER = 0x1p126f; /* 2^(M - B), before B moves */
 
 /* Whether w of the tile may be more than float16 is to hold, by the largest of the scales. */
-template <typename Row, typename Shared>
-__device__ bool may_move(const Shared &shared, int stage, int scale, const float (&unit)[2])
+__device__ bool may_move(float largest_scale, const float (&unit)[2])
 {
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Row::PASSES; i += 4) {
-        float of_passes[4];
-        load_run<float>(&shared.largest_scale[stage][scale][i], 0, of_passes);
-        largest = fmaxf(
-            largest, fmaxf(fmaxf(of_passes[0], of_passes[1]), fmaxf(of_passes[2], of_passes[3])));
-    }
     const float power = fmaxf(unit[0], unit[1]);
-    return power > LARGEST_POWER || largest * power > LARGEST_WEIGHT;
+    return power > LARGEST_POWER || largest_scale * power > LARGEST_WEIGHT;
 }
 
-/* 2^(M - B) of a row. */
+/* 2^(M - B), M being `below` the largest. */
 template <typename Row>
-__device__ void units_of(const value_sums<Row> &values, float (&unit)[Row::VALUE_SCALES][2])
+__device__ void units_of(const value_sums<Row> &values, const float (&below)[2],
+                         float (&unit)[Row::VALUE_SCALES][2])
 {
 #pragma unroll
     for (int s = 0; s < Row::VALUE_SCALES; s++) {
-        unit[s][0] = ptx::exp2_fast(-values.rise[s][0]);
-        unit[s][1] = ptx::exp2_fast(-values.rise[s][1]);
-    }
-}
-
-/* Takes M of a tile. */
-template <typename Row> __device__ void take_top(const float (&top)[2], value_sums<Row> &values)
-{
 #pragma unroll
-    for (int y = 0; y < 2; y++) {
-        if (top[y] == values.top[y]) continue;
-#pragma unroll
-        for (int s = 0; s < Row::VALUE_SCALES; s++) values.rise[s][y] -= top[y] - values.top[y];
-        values.top[y] = top[y];
+        for (int y = 0; y < 2; y++) unit[s][y] = ptx::exp2_fast(below[y] - values.rise[s][y]);
     }
 }
 
 /* Moves B, and the sums along, where w of the tile is more than float16 is to hold. */
 template <typename Row, typename Shared>
-__device__ void move_base(Shared &shared, int stage, int first_scale,
+__device__ void move_base(const Shared &shared, int stage, int first_scale,
+                          const tile_numbers<Row> &weights, const float (&below)[2],
                           const float (&unit)[Row::VALUE_SCALES][2], value_sums<Row> &values)
 {
 #pragma unroll
     for (int s = 0; s < Row::VALUE_SCALES; s++) {
         float biggest[2] = {};
-#pragma unroll 1
-        for (int entry = 0; entry < TILE; entry += 8) {
-            const float4 weights = load_weights(shared, stage, entry);
-            const float2 scales = load_scales(shared, stage, entry, first_scale + s);
-            biggest[0] = fmaxf(biggest[0],
-                               fmaxf(fabsf(weights.x * scales.x), fabsf(weights.y * scales.y)));
-            biggest[1] = fmaxf(biggest[1],
-                               fmaxf(fabsf(weights.z * scales.x), fabsf(weights.w * scales.y)));
+#pragma unroll
+        for (int j = 0; j < Row::TILE / 8; j++) {
+            const float2 scales = load_scales(shared, stage, first_scale + s, j);
+#pragma unroll
+            for (int y = 0; y < 2; y++) {
+                biggest[y] = fmaxf(biggest[y], fmaxf(fabsf(weights[4 * j + 2 * y] * scales.x),
+                                                     fabsf(weights[4 * j + 2 * y + 1] * scales.y)));
+            }
         }
 #pragma unroll
         for (int y = 0; y < 2; y++) {
             const float largest = quad_max(biggest[y]), rise = values.rise[s][y];
             const int exponent = max(exponent_of(largest) - FRESH_WEIGHT, -126);
             if (unit[s][y] <= LARGEST_POWER && largest * unit[s][y] <= LARGEST_WEIGHT) continue;
-            const float moved = fmaxf(rise, (float)exponent);
+            const float moved = fmaxf(rise, exponent + below[y]);
             const float factor = ptx::exp2_fast(rise - moved);
             values.rise[s][y] = moved;
 #pragma unroll
@@ -829,87 +984,156 @@ __device__ void move_base(Shared &shared, int stage, int first_scale,
     }
 }
 
-/* The work of the third and the fourth warpgroup, of which `part` tells which. The products of
- * 16 entries are under way while the weights of the next are rounded. */
+template <typename Row>
+constexpr int TURNS = Row::CHUNKS * Row::VALUE_SCALES; /* operands of a tile */
+
+/* Adds the values of a tile to `half` of the numbers of out. The products of one operand are under
+ * way while the next is rounded; a chunk of the stage is given back when those of all of its
+ * operands are done. */
 template <typename Row, typename Shared>
-__device__ void add_tiles(Shared &shared, int part, value_sums<Row> &values)
+__device__ void add_values(Shared &shared, unsigned tile, int half,
+                           const tile_numbers<Row> &weights, const float (&top)[2],
+                           value_sums<Row> &values)
 {
-    const int row = group_row(), first_scale = part * VALUE_GROUPS % Row::SCALES;
+    constexpr int SCALES = Row::VALUE_SCALES;
+    const int stage = tile % Row::STAGES, first_scale = half * VALUE_GROUPS % Row::SCALES;
+    const float below[2] = {take_top(top[0], 0, values), take_top(top[1], 1, values)};
+    float unit[SCALES][2];
+    units_of(values, below, unit);
+    bool moves = false;
+#pragma unroll
+    for (int s = 0; s < SCALES; s++) {
+        moves |= may_move(shared.largest_scale[stage][first_scale + s], unit[s]);
+    }
+    if (__any_sync(ALL_LANES, moves)) {
+        move_base<Row>(shared, stage, first_scale, weights, below, unit, values);
+        units_of(values, below, unit);
+    }
+    const ptx::operand cache = ptx::operand_across_k<Row::CACHE_BLOCK>(
+        ptx::shared_address(shared.cache[stage][half * VALUE_GROUPS * GROUP_BLOCKS]));
+    const uint32_t turns = (tile * Row::TILE + quad_column() * 2) * TURN;
+    chunk_scales scales = load_chunk_scales(shared, stage, first_scale, 0);
+    uint32_t operands[2][4];
+#pragma unroll
+    for (int turn = 0; turn < TURNS<Row>; turn++) {
+        const int chunk = turn / SCALES, s = turn % SCALES, next = turn + 1;
+        ptx::wait_products<1>();
+        if (turn > SCALES && (turn - 1) % SCALES == 0) {
+            ptx::arrive(&shared.empty[stage][(turn - 1) / SCALES - 1]);
+        }
+        round_weights<Row>(chunk, weights, scales, unit[s], turns, operands[turn % 2]);
+        if (next < TURNS<Row>) {
+            scales = load_chunk_scales(shared, stage, first_scale + next % SCALES, next / SCALES);
+        }
+        ptx::fence_products();
+#pragma unroll
+        for (int g = s; g < VALUE_GROUPS; g += SCALES) {
+            ptx::multiply_across_k(
+                values.sums[g], operands[turn % 2],
+                cache.at(g * GROUP_BLOCKS * Row::CACHE_BLOCK + chunk * CHUNK * ROW_BYTES));
+        }
+        ptx::commit_products();
+    }
+    ptx::wait_products<0>();
+#pragma unroll
+    for (int chunk = (TURNS<Row> - 2) / SCALES; chunk < Row::CHUNKS; chunk++) {
+        ptx::arrive(&shared.empty[stage][chunk]);
+    }
+}
+
+/* The work of one of the two warpgroups that multiply. */
+template <typename Row, typename Shared>
+__device__ void multiply_tiles(const smla_attend &work, Shared &shared, int own, row_state &state,
+                               value_sums<Row> &values)
+{
+    const auto size_of = [&](unsigned tile) {
+        wait_warp(&shared.full[tile % Row::STAGES], tile / Row::STAGES & 1);
+        return shared.size[tile % Row::STAGES];
+    };
 #pragma unroll 1
-    for (unsigned tile = 0;; tile++) {
-        const int stage = tile % STAGES;
-        wait_warp(&shared.weighed, tile & 1);
-        if (shared.size[stage] == 0) break;
-        const float top[2] = {shared.top[row], shared.top[row + 8]};
-        take_top(top, values);
-        float unit[Row::VALUE_SCALES][2];
-        units_of(values, unit);
-        bool moves = false;
-#pragma unroll
-        for (int s = 0; s < Row::VALUE_SCALES; s++) {
-            moves |= may_move<Row>(shared, stage, first_scale + s, unit[s]);
+    for (unsigned tile = 0;;) {
+        if (size_of(tile + own) > 0) make_weights<Row>(work, shared, tile + own, state);
+#pragma unroll 1
+        for (int i = 0; i < OWNERS; i++, tile++) {
+            if (size_of(tile) == 0) return;
+            tile_numbers<Row> weights;
+            float top[2];
+            take_weights<Row>(shared, tile, weights, top);
+            add_values<Row>(shared, tile, own, weights, top, values);
         }
-        if (__any_sync(ALL_LANES, moves)) {
-            move_base<Row>(shared, stage, first_scale, unit, values);
-            units_of(values, unit);
-        }
-        const uint32_t cache = ptx::shared_address(shared.cache[stage]) +
-                               part * VALUE_GROUPS * GROUP_BLOCKS * BLOCK_BYTES;
-#pragma unroll
-        for (int half = 1; half >= 0; half--) {
-            uint32_t operands[2][4]; /* of this product and of the one under way */
-#pragma unroll
-            for (int step = 0; step < HALF_STEPS; step++) {
-                const int entry = half * HALF + step * 16;
-                const float4 weights[2] = {load_weights(shared, stage, entry),
-                                           load_weights(shared, stage, entry + 8)};
-#pragma unroll
-                for (int s = 0; s < Row::VALUE_SCALES; s++) {
-                    uint32_t (&operand)[4] = operands[(step * Row::VALUE_SCALES + s) % 2];
-                    ptx::wait_products<1>();
-                    if (half == 0 && step * Row::VALUE_SCALES + s == 1) {
-                        ptx::arrive(&shared.empty[stage][1]);
-                    }
-                    round_weights(shared, tile, entry, first_scale + s, weights, unit[s], operand);
-                    ptx::fence_products();
-#pragma unroll
-                    for (int g = s; g < VALUE_GROUPS; g += Row::VALUE_SCALES) {
-                        ptx::multiply_across_k(
-                            values.sums[g], operand,
-                            ptx::operand_across_k<BLOCK_BYTES>(
-                                cache + g * GROUP_BLOCKS * BLOCK_BYTES + entry * ROW_BYTES));
-                    }
-                    ptx::commit_products();
-                }
-            }
-        }
-        ptx::arrive(&shared.taken);
-        ptx::wait_products<0>();
-        ptx::arrive(&shared.empty[stage][0]);
     }
 }
 
 /* -------------------------------------------------------------------------- results */
 
+/* Largest score and sum of a thread's rows over the tiles of both warpgroups. Returns the factors
+ * of the sums of values. */
+template <typename Row, typename Shared>
+__device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared, int own,
+                             const row_state &state, value_sums<Row> &values, float (&factor)[2])
+{
+    const smla_attend &work = launch.work;
+    const piece &piece = shared.piece;
+    const bool first = quad_column() == 0;
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+        float sum = state.sum[y];
+        const float largest = state.largest[y];
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        if (!first) continue;
+        /* from weights relative to M to weights relative to the largest score */
+        if (sum != 0.0f) sum *= ptx::exp2_fast(-rest_of(largest, top_of(largest)));
+        shared.result[own][group_row() + 8 * y] = {largest, sum};
+    }
+    sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+        const int of_block = group_row() + 8 * y, head = piece.head + of_block;
+        const head_result &first_result = shared.result[0][of_block];
+        const head_result &second_result = shared.result[1][of_block];
+        const float largest = fmaxf(first_result.largest, second_result.largest);
+        float sum = 0.0f;
+        for (const head_result &part : {first_result, second_result}) {
+            if (part.sum != 0.0f) sum += part.sum * expf(part.largest - largest);
+        }
+        factor[y] = 0.0f;
+        if (head >= work.heads) continue;
+        const float top = top_of(largest);
+        take_top(top, y, values);
+        if (sum != 0.0f) factor[y] = ptx::exp2_fast(-rest_of(largest, top));
+        if (launch.splits == 1) {
+            factor[y] *= first && own == 0
+                             ? finish_head(work, piece.batch, piece.query, head, largest, sum)
+                             : output_factor(work, head, largest, sum);
+        } else if (first && own == 0) {
+            const int64_t at = (piece.split * (work.batch * work.s_q) + piece.row) * work.heads +
+                               head;
+            launch.part_max[at] = largest;
+            launch.part_sum[at] = sum;
+        }
+    }
+}
+
 /* The warpgroup's value numbers, from number 0 of `row` on: four lanes side by side write whole
  * sectors. */
 template <typename Row, typename Number, bool in_runs, typename Shared>
-__device__ void store_values(const smla_gpu_attend &launch, const Shared &shared, int part,
-                             const value_sums<Row> &values, void *data, int64_t row, int64_t stride)
+__device__ void store_values(const smla_gpu_attend &launch, const Shared &shared, int half,
+                             const float (&factor)[2], const value_sums<Row> &values, void *data,
+                             int64_t row, int64_t stride)
 {
     using stored = cache_row<__nv_bfloat16, SMLA_DENSE, LATENT + ROPE>; /* the order of its sums */
-    const int column = threadIdx.x % QUAD;
+    const int column = quad_column(), heads = launch.work.heads;
     const int run = column % 2 * 8 + column / 2 * 4;
 #pragma unroll
     for (int y = 0; y < 2; y++) {
-        const int of_block = group_row() + 8 * y, head = shared.piece.head + of_block;
-        const float factor = head < launch.work.heads ? shared.factor[of_block] : 0.0f;
+        const int head = shared.piece.head + group_row() + 8 * y;
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; g++) {
-            const float power = factor == 0.0f
+            const float power = factor[y] == 0.0f
                                     ? 0.0f
                                     : ptx::exp2_fast(values.rise[g % Row::VALUE_SCALES][y]);
-            const int64_t element = row + head * stride + (part * VALUE_GROUPS + g) * 128 + run;
+            const int64_t element = row + head * stride + (half * VALUE_GROUPS + g) * 128 + run;
 #pragma unroll
             for (int b = 0; b < 128 / 8; b += 2) {
                 const float (&sums)[64] = values.sums[g];
@@ -920,8 +1144,8 @@ __device__ void store_values(const smla_gpu_attend &launch, const Shared &shared
                 float numbers[RUN];
                 join_blocks<stored>(first, second, y, column, numbers);
 #pragma unroll
-                for (int i = 0; i < RUN; i++) numbers[i] = numbers[i] * power * factor;
-                if (head >= launch.work.heads) continue;
+                for (int i = 0; i < RUN; i++) numbers[i] = numbers[i] * power * factor[y];
+                if (head >= heads) continue;
                 if (in_runs) {
                     store_run<Number>(data, element + 8 * b, numbers);
                 } else {
@@ -937,22 +1161,22 @@ __device__ void store_values(const smla_gpu_attend &launch, const Shared &shared
 }
 
 template <typename Row, typename Number, typename Shared>
-__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared, int part,
-                              const value_sums<Row> &values, void *data, int64_t row,
-                              int64_t stride)
+__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared, int half,
+                              const float (&factor)[2], const value_sums<Row> &values, void *data,
+                              int64_t row, int64_t stride)
 {
     const uintptr_t first = reinterpret_cast<uintptr_t>(static_cast<Number *>(data) + row);
     if (first % (RUN * sizeof(Number)) == 0 && stride % RUN == 0) {
-        store_values<Row, Number, true>(launch, shared, part, values, data, row, stride);
+        store_values<Row, Number, true>(launch, shared, half, factor, values, data, row, stride);
     } else {
-        store_values<Row, Number, false>(launch, shared, part, values, data, row, stride);
+        store_values<Row, Number, false>(launch, shared, half, factor, values, data, row, stride);
     }
 }
 
 /* To out, or as a part of it to the workspace. */
 template <typename Row, typename Shared>
-__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared, int part,
-                              const value_sums<Row> &values)
+__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared, int half,
+                              const float (&factor)[2], const value_sums<Row> &values)
 {
     const smla_attend &work = launch.work;
     const piece &piece = shared.piece;
@@ -963,79 +1187,82 @@ __device__ void store_results(const smla_gpu_attend &launch, const Shared &share
                                 : element_of(work.out, piece.batch, piece.query, 0);
     const int64_t stride = is_part ? LATENT : work.out.stride[2];
     if (is_part || work.out.dtype == SMLA_FLOAT32) {
-        store_results<Row, float>(launch, shared, part, values, data, row, stride);
+        store_results<Row, float>(launch, shared, half, factor, values, data, row, stride);
     } else {
-        store_results<Row, __nv_bfloat16>(launch, shared, part, values, data, row, stride);
+        store_results<Row, __nv_bfloat16>(launch, shared, half, factor, values, data, row, stride);
     }
 }
 
 /* -------------------------------------------------------------------------- the kernel */
 
+template <typename Row, typename Shared> __device__ void init_barriers(Shared &shared)
+{
+    for (int stage = 0; stage < Row::STAGES; stage++) {
+        ptx::init_phases(&shared.full[stage], COPY_WARPS * WARP);
+        for (int chunk = 0; chunk < Row::CHUNKS; chunk++) {
+            ptx::init_phases(&shared.empty[stage][chunk], MULTIPLIERS);
+        }
+    }
+    for (int own = 0; own < OWNERS; own++) {
+        ptx::init_phases(&shared.weighed[own], ptx::WARPGROUP);
+        ptx::init_phases(&shared.taken[own], MULTIPLIERS);
+    }
+    for (int tile = 0; tile < KNOWN_TILES; tile++) {
+        ptx::init_phases(&shared.known[tile], WARP);
+        ptx::init_phases(&shared.read[tile], COPY_WARPS * WARP);
+    }
+    for (int warp = 0; warp < LOOK_UP_WARPS; warp++) ptx::init_phases(&shared.turn[warp], WARP);
+}
+
 template <int format, int d_qk, int shared_bytes>
-__device__ void attend(const smla_gpu_attend &launch)
+__device__ void attend(const smla_gpu_attend &parameters)
 {
     using Row = many_row<format, d_qk>;
     using Shared = shared_state<Row>;
-    constexpr int MULTIPLIERS = THREADS - ptx::WARPGROUP;
     static_assert(sizeof(Shared) == shared_bytes, "sm90_many_heads_kernels.h");
     static_assert(shared_bytes + 1024 <= 227 * 1024, "what Hopper gives a block");
     extern __shared__ __align__(1024) unsigned char operands[];
     Shared &shared = *reinterpret_cast<Shared *>(operands);
-    const smla_attend &work = launch.work;
 
     ptx::allow_next_launch();
-    const piece piece = piece_of_block(launch, blockIdx.x, HEADS);
+    copy_parameters(parameters, shared.launch);
     if (threadIdx.x == 0) {
-        shared.piece = piece;
         shared.first_fault = ~0ull;
         shared.faults = 0;
-        for (int stage = 0; stage < STAGES; stage++) {
-            ptx::init_phases(&shared.full[stage], COPY_WARPS * WARP);
-            ptx::init_phases(&shared.empty[stage][0], VALUE_THREADS);
-            ptx::init_phases(&shared.empty[stage][1], VALUE_THREADS);
-        }
-        ptx::init_phases(&shared.weighed, ptx::WARPGROUP);
-        ptx::init_phases(&shared.taken, VALUE_THREADS);
-        for (int tile = 0; tile < KNOWN_TILES; tile++) {
-            ptx::init_phases(&shared.known[tile], WARP);
-            ptx::init_phases(&shared.read[tile], COPY_WARPS * WARP);
-        }
+        shared.found = 0;
+        init_barriers<Row>(shared);
     }
     __syncthreads();
-    const int role = threadIdx.x / ptx::WARPGROUP;
-    if (role == 0) {
+    const smla_gpu_attend &launch = shared.launch;
+    const smla_attend &work = launch.work;
+    const piece piece = piece_of_block(launch, blockIdx.x, HEADS);
+    if (threadIdx.x == 0) shared.piece = piece;
+    if (threadIdx.x < GATHERERS) {
         ptx::keep_registers<Row::GATHER_REGISTERS>();
+        prefetch_first_indices(work, piece);
         fault_tally faults = {};
-        open_rows(work, shared.piece, shared.rows, faults);
+        open_rows(work, piece, shared.rows, faults);
         if (faults.count) note_fault(shared, faults.entry, faults.cause, faults.source);
-        sync_roles(BARRIER_GATHER, ptx::WARPGROUP);
+        sync_roles(BARRIER_GATHER, GATHERERS);
         const int warp = threadIdx.x / WARP;
-        if (warp == COPY_WARPS) {
-            look_up_tiles<Row>(launch, shared);
+        if (warp < COPY_WARPS) {
+            copy_tiles<Row>(shared);
         } else {
-            copy_tiles<Row>(shared, warp);
+            look_up_tiles<Row>(launch, shared, warp - COPY_WARPS);
         }
-    } else if (role == 1) {
-        ptx::keep_registers<Row::SCORE_REGISTERS>();
-        uint32_t rope[K_STEPS][4] = {};
-        if (Row::HAS_ROPE) load_rope(work, piece, rope);
-        sync_roles(BARRIER_QUERY, MULTIPLIERS);
-        score_tiles<Row>(launch, shared, rope);
-        arrive_roles(BARRIER_FACTORS, MULTIPLIERS);
     } else {
-        ptx::take_registers<Row::VALUE_REGISTERS>();
-        store_query<Row>(work, piece, shared, threadIdx.x / WARP - 2 * ptx::WARPGROUP / WARP);
-        arrive_roles(BARRIER_QUERY, MULTIPLIERS);
-        value_sums<Row> values = {};
-#pragma unroll
-        for (int y = 0; y < 2; y++) {
-            values.top[y] = -CUDART_INF_F;
-#pragma unroll
-            for (int s = 0; s < Row::VALUE_SCALES; s++) values.rise[s][y] = -CUDART_INF_F;
-        }
-        add_tiles<Row>(shared, role - 2, values);
-        sync_roles(BARRIER_FACTORS, MULTIPLIERS);
-        store_results<Row>(launch, shared, role - 2, values);
+        ptx::take_registers<Row::MULTIPLY_REGISTERS>();
+        const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) -
+                        GATHERERS / ptx::WARPGROUP;
+        store_query<Row>(work, piece, shared);
+        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        row_state state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
+        value_sums<Row> values;
+        clear(values);
+        multiply_tiles<Row>(work, shared, own, state, values);
+        float factor[2];
+        finish_heads<Row>(launch, shared, own, state, values, factor);
+        store_results<Row>(launch, shared, own, factor, values);
     }
     __syncthreads(); /* nobody leaves while others still wait at a barrier */
     if (work.record && shared.piece.head == 0) {

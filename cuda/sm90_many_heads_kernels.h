@@ -5,10 +5,10 @@
 
 // clang-format off
 #define SMLA_SM90_MANY_HEADS_KERNELS(X)                                                            \
-    X(sm90_bf16_576_64, 64, 512, 225008)                                                           \
-    X(sm90_bf16_512_64, 64, 512, 225008)                                                           \
-    X(sm90_bf16_fp8_ds_mla_64, 64, 512, 227440)                                                    \
-    X(sm90_bf16_fp8_ds_mla_norope_64, 64, 512, 227440)
+    X(sm90_bf16_576_64, 64, 512, 220560)                                                           \
+    X(sm90_bf16_512_64, 64, 512, 197104)                                                           \
+    X(sm90_bf16_fp8_ds_mla_64, 64, 512, 230704)                                                    \
+    X(sm90_bf16_fp8_ds_mla_norope_64, 64, 512, 207248)
 // clang-format on
 
 #endif

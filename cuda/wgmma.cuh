@@ -8,6 +8,9 @@
 
 #include <cstdint>
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 namespace ptx
 {
 
@@ -39,6 +42,13 @@ __device__ inline void publish_operands()
 __device__ inline void prefetch_bulk(const void *pointer, int bytes)
 {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(pointer), "r"(bytes));
+}
+
+/* What stands before it in the program is done before what stands behind, so that no registers wait
+ * for both. */
+__device__ inline void keep_order()
+{
+    asm volatile("" ::: "memory");
 }
 
 /* 16 bytes (a number) that are read once, or zeros where there is nothing. In the order of the
@@ -79,19 +89,29 @@ __device__ inline float load_number_once(const void *pointer, bool present)
  * starts at a multiple of 1024 bytes, and `pitch` bytes behind it the block of the next 64 numbers
  * of the same rows.
  *
- * The descriptor of what begins at `address`. Along k, rows are what the operand's m or n counts
+ * The descriptor of what begins at an address. Along k, rows are what the operand's m or n counts
  * and the instruction reads 32 bytes of each; across, rows are its k, and 64 numbers or those of
  * several blocks its n. */
-__device__ inline uint64_t operand_along_k(uint32_t address)
+struct operand {
+    uint32_t first, second;
+
+    /* Of what begins so many bytes behind. */
+    __device__ uint64_t at(int bytes) const
+    {
+        return (uint64_t)second << 32 | (first + (bytes >> 4));
+    }
+};
+
+constexpr uint32_t SWAPPED = 1u << 30 | 1024 >> 4; /* and eight rows are 1024 bytes */
+
+__device__ inline operand operand_along_k(uint32_t address)
 {
-    return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 |
-           (address & 0x3FFFF) >> 4;
+    return {1u << 16 | address >> 4, SWAPPED};
 }
 
-template <int pitch> __device__ inline uint64_t operand_across_k(uint32_t address)
+template <int pitch> __device__ inline operand operand_across_k(uint32_t address)
 {
-    return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{pitch >> 4} << 16 |
-           (address & 0x3FFFF) >> 4;
+    return {uint32_t{pitch >> 4} << 16 | address >> 4, SWAPPED};
 }
 
 /* -------------------------------------------------------------------------- products */
@@ -119,48 +139,53 @@ template <int commits> __device__ inline void wait_products()
  *   a     where it is in registers: rows 16 w + r and that + 8 of the pair of columns c, then of
  *         the pair c + 4.
  *
- * float16, both operands along k. */
-__device__ inline void multiply_along_k(float (&sums)[32], uint64_t a, uint64_t b, bool accumulate)
-{
-    asm volatile("{\n\t"
-                 ".reg .pred accumulate;\n\t"
-                 "setp.ne.b32 accumulate, %34, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, %32, %33, accumulate, 1, 1, 0, 0;\n\t"
-                 "}"
-                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),
-                   "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),
-                   "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),
-                   "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
-                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]),
-                   "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
-                   "+f"(sums[30]), "+f"(sums[31])
-                 : "l"(a), "l"(b), "r"((int)accumulate));
-}
+ * Both operands in shared memory, along k. */
+template <typename Number, int n>
+__device__ inline void multiply_along_k(float (&sums)[n], uint64_t a, uint64_t b, bool accumulate);
 
-/* bfloat16, a from registers. */
-__device__ inline void multiply_along_k(float (&sums)[32], const uint32_t (&a)[4], uint64_t b,
-                                        bool accumulate)
-{
-    asm volatile("{\n\t"
-                 ".reg .pred accumulate;\n\t"
-                 "setp.ne.b32 accumulate, %37, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, 0;\n\t"
-                 "}"
-                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),
-                   "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),
-                   "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),
-                   "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
-                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]),
-                   "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
-                   "+f"(sums[30]), "+f"(sums[31])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate));
-}
+#define SMLA_ALONG_K(Number, type)                                                                 \
+    template <>                                                                                    \
+    __device__ inline void multiply_along_k<Number>(float (&sums)[16], uint64_t a, uint64_t b,     \
+                                                    bool accumulate)                               \
+    {                                                                                              \
+        asm volatile("{\n\t"                                                                       \
+                     ".reg .pred accumulate;\n\t"                                                  \
+                     "setp.ne.b32 accumulate, %18, 0;\n\t"                                         \
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " "               \
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "    \
+                     "%16, %17, accumulate, 1, 1, 0, 0;\n\t"                                       \
+                     "}"                                                                           \
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),  \
+                       "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),  \
+                       "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),             \
+                       "+f"(sums[14]), "+f"(sums[15])                                              \
+                     : "l"(a), "l"(b), "r"((int)accumulate));                                      \
+    }                                                                                              \
+                                                                                                   \
+    template <>                                                                                    \
+    __device__ inline void multiply_along_k<Number>(float (&sums)[24], uint64_t a, uint64_t b,     \
+                                                    bool accumulate)                               \
+    {                                                                                              \
+        asm volatile("{\n\t"                                                                       \
+                     ".reg .pred accumulate;\n\t"                                                  \
+                     "setp.ne.b32 accumulate, %26, 0;\n\t"                                         \
+                     "wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type " "               \
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "     \
+                     "%16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, accumulate, 1, 1, 0, "    \
+                     "0;\n\t"                                                                      \
+                     "}"                                                                           \
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),  \
+                       "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),  \
+                       "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),             \
+                       "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),             \
+                       "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]),             \
+                       "+f"(sums[22]), "+f"(sums[23])                                              \
+                     : "l"(a), "l"(b), "r"((int)accumulate));                                      \
+    }
+
+SMLA_ALONG_K(__half, "f16")
+SMLA_ALONG_K(__nv_bfloat16, "bf16")
+#undef SMLA_ALONG_K
 
 /* float16, a from registers, b across k; always added. */
 __device__ inline void multiply_across_k(float (&sums)[64], const uint32_t (&a)[4], uint64_t b)

@@ -238,11 +238,22 @@ static void plan_sm80(const struct smla_attend *work, const struct smla_target *
     set_tile_splits(work, sm80_tile(plan->head_tile), &shape, plan);
 }
 
-/* Hopper's own products: for 64 heads of a row at once, where they are asked for by name. */
+/* Whether Hopper's own products pay: for more heads than a block of sm80 for few of them has, with
+ * so many blocks of 64 heads that faster tiles make up for a longer start. Where a row's bits must
+ * not depend on the number of rows, all take sm80. */
+static bool sm90_pays(const struct smla_attend *work)
+{
+    enum { FEW_HEADS = 32, FEW_PIECES = 8, FEW_ENTRIES = 512 };
+    return !work->batch_invariant && work->heads > FEW_HEADS &&
+           rows_of(work) * ceil_div(work->heads, 64) >= FEW_PIECES &&
+           entries_of(work) >= FEW_ENTRIES;
+}
+
+/* Hopper's own products, for 64 heads of a row at once. */
 static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
                       int32_t line, struct smla_plan *plan)
 {
-    enum { TILE = 64 }; /* entries: see cuda/sm90_many_heads.cuh */
+    int64_t tile = work->source[0].format == SMLA_DENSE ? 32 : 48; /* see sm90_many_heads.cuh */
     plan->kernel = "sm90";
     plan->head_tile = 64;
     plan->kernel_id = TENSOR_CORES[line].sm90;
@@ -250,10 +261,10 @@ static void plan_sm90(const struct smla_attend *work, const struct smla_target *
     struct split_shape shape = {
         .multiprocessors = target->multiprocessors,
         .resident = 1,
-        .start_and_end = 1.7,
-        .merging = 0.01,
+        .start_and_end = 3.0,
+        .merging = 0.02,
     };
-    set_tile_splits(work, TILE, &shape, plan);
+    set_tile_splits(work, tile, &shape, plan);
 }
 
 /* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */
@@ -268,17 +279,17 @@ static enum smla_status plan_gpu(const struct smla_attend *work, const struct sm
                  "'%s'",
                  forced);
     int32_t line = any ? -1 : find_tensor_cores(work);
+    bool can_sm90 = line >= 0 && TENSOR_CORES[line].sm90 && target->sm90;
     SMLA_FAIL_IF(sm80 && line < 0, error, SMLA_ERROR_UNSUPPORTED,
                  "SPARSE_MLA_KERNEL: sm80 takes bfloat16 and float16 queries of d_qk 576 or 512 "
                  "(as a pair: 512 and the rest), d_v 512, caches of one format whose rows are "
                  "aligned to 16 bytes");
-    SMLA_FAIL_IF(sm90 && (line < 0 || !TENSOR_CORES[line].sm90 || !target->sm90), error,
-                 SMLA_ERROR_UNSUPPORTED,
+    SMLA_FAIL_IF(sm90 && !can_sm90, error, SMLA_ERROR_UNSUPPORTED,
                  "SPARSE_MLA_KERNEL: sm90 takes what sm80 takes of bfloat16 queries, but "
                  "fp8_tensor, on GPUs of compute capability 9.0");
     if (line < 0)
         SMLA_TRY(plan_any(work, target, plan, error));
-    else if (sm90)
+    else if (sm90 || (can_sm90 && !sm80 && sm90_pays(work)))
         plan_sm90(work, target, line, plan);
     else
         plan_sm80(work, target, line, plan);

@@ -293,10 +293,35 @@ def test_hopper_kernels_run_where_they_are_asked_for(fake: Path) -> None:
         {**MANY, "cache_format": "fp8_ds_mla", "topk": 63},
         {**MANY, "d_qk": 512, "cache_format": "fp8_ds_mla_norope", "batch_invariant": True},
     ]
-    for plan in planned(fake, shapes, **HOPPER, SPARSE_MLA_KERNEL="sm90"):
-        assert (plan["kernel"], plan["head_tile"], plan["split_entries"] % 64) == ("sm90", 64, 0)
-    for plan in planned(fake, shapes, **HOPPER):
-        assert plan["kernel"] == "sm80"
+    tiles = [32, 32, 48, 48]
+    plans = planned(fake, shapes, **HOPPER, SPARSE_MLA_KERNEL="sm90")
+    for plan, tile in zip(plans, tiles, strict=True):
+        assert (plan["kernel"], plan["head_tile"], plan["split_entries"] % tile) == ("sm90", 64, 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kernel", "changed"),
+    [
+        ("sm90", {}),
+        ("sm90", {"cache_format": "fp8_ds_mla"}),
+        ("sm90", {"heads": 33, "batch": 8}),
+        ("sm80", {"heads": 33, "batch": 7}),
+        ("sm90", {"batch": 4}),
+        ("sm80", {"batch": 3}),
+        ("sm80", {"heads": 32, "batch": 4096}),
+        ("sm90", {"topk": 512}),
+        ("sm80", {"topk": 511}),
+        ("sm80", {"batch_invariant": True}),
+        ("sm80", {"cache_format": "fp8_tensor"}),
+        ("sm80", {"dtype": "float16"}),
+    ],
+)
+def test_hopper_kernels_run_where_they_pay(kernel: str, changed: dict, fake: Path) -> None:
+    shapes = [{**MANY, **changed}]
+    assert planned(fake, shapes, **HOPPER)[0]["kernel"] == kernel
+    for compute in ("80", "89", "100", "120"):
+        assert planned(fake, shapes, FAKE_CUDA_COMPUTE=compute)[0]["kernel"] == "sm80"
 
 
 @needs_kernels
