@@ -131,6 +131,31 @@ def test_floor_is_the_longer_of_reading_and_computing():
     assert bench_gpu.floor_seconds(case, 0.0, LIMITS) == products
 
 
+def result_of(microseconds: float, **changed) -> dict:
+    case = {"format": "fp8", "heads": 64, "batch": 1, "topk": 2048, "pattern": "uniform"}
+    case |= {"s_q": 1, "kind": "slots", **changed}
+    return {"case": case, "median_seconds": {"sparse_mla": microseconds / 1e6}}
+
+
+def test_the_summary_has_the_plain_cases_by_heads_and_rows():
+    results = [
+        result_of(11.04),
+        result_of(22.5, batch=16),
+        result_of(15.0, heads=128),
+        result_of(1.0, kind="table"),
+        result_of(2.0, s_q=2),
+        result_of(3.0, topk=512),
+    ]
+    assert bench_gpu.summary(results) == (
+        "\nuniform indices, topk 2048, µs\n\n"
+        "| cache | heads | 1 row | 16 rows |\n"
+        "|---|---|---|---|\n"
+        "| fp8 | 64 | 11.0 | 22.5 |\n"
+        "| fp8 | 128 | 15.0 |  |\n"
+    )
+    assert bench_gpu.summary(results[:1]) == ""
+
+
 def test_groups():
     table = list(bench_gpu.cases(bench_gpu.parse([])))
     assert len(table) == len(set(table)) == 2 * 2 * 5 * 5

@@ -490,6 +490,32 @@ def line(result: dict[str, Any]) -> str:
     return text
 
 
+def summary(results: list[dict[str, Any]]) -> str:
+    """µs a call of the plain cases by heads and rows, as a table in Markdown for each pattern and
+    topk of which there is more than one number of rows."""
+    found: dict[tuple[str, int], dict[tuple[str, int], dict[int, float]]] = {}
+    for result in results:
+        case = result["case"]
+        if case["kind"] != "slots" or case["s_q"] > 1:
+            continue
+        table = found.setdefault((case["pattern"], case["topk"]), {})
+        line = table.setdefault((case["format"], case["heads"]), {})
+        line[case["batch"]] = result["median_seconds"]["sparse_mla"] * 1e6
+    text = ""
+    for (pattern, topk), table in found.items():
+        batches = sorted({batch for line in table.values() for batch in line})
+        if len(batches) < 2:
+            continue
+        rows = [f"{batch} row" + "s" * (batch > 1) for batch in batches]
+        text += f"\n{pattern} indices, topk {topk}, µs\n\n"
+        text += "| " + " | ".join(["cache", "heads", *rows]) + " |\n"
+        text += "|---" * (2 + len(rows)) + "|\n"
+        for (cache, heads), line in table.items():
+            numbers = [f"{line[batch]:.1f}" if batch in line else "" for batch in batches]
+            text += "| " + " | ".join([cache, str(heads), *numbers]) + " |\n"
+    return text
+
+
 def run(options: argparse.Namespace) -> None:
     import sparse_mla
 
@@ -510,6 +536,7 @@ def run(options: argparse.Namespace) -> None:
         bench.progress("")
         print(line(result), flush=True)
         results.append(result)
+    print(summary(results), end="")
     if options.json:
         report = {"machine": facts, "options": vars(options), "results": results}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
