@@ -105,6 +105,11 @@ template <int heads, int tile, int gather_warps> struct block_shape {
 template <int heads>
 using block_of = block_shape<heads, heads == 16 ? 32 : 16, heads == 16 ? 2 : 0>;
 
+#define SAME_THREADS(name, heads, threads, bytes)                                                  \
+    static_assert(block_of<heads>::THREADS == threads, "sm80_kernels.h");
+SMLA_SM80_KERNELS(SAME_THREADS)
+#undef SAME_THREADS
+
 /* 16 entries' numbers of one head stand in the order in which a lane of the products needs them:
  * lane c of a quad has places [4 c, 4 c + 4), which are the entries 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
  */
