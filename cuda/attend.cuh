@@ -41,6 +41,13 @@ __device__ piece piece_of_block(const smla_gpu_attend &launch, unsigned block, i
     return piece;
 }
 
+/* Where an element of an array of indices is. */
+__device__ const uint8_t *index_at(const smla_array &indices, int64_t element)
+{
+    return static_cast<const uint8_t *>(indices.data) +
+           element * (indices.dtype == SMLA_INT64 ? 8 : 4);
+}
+
 /* Copies the parameters to shared memory: a barrier has to follow. The constant cache has none of
  * them yet and waits for one line after another; as memory they are read all at once. */
 __device__ void copy_parameters(const smla_gpu_attend &launch, smla_gpu_attend &copy)

@@ -29,6 +29,13 @@ __device__ inline float fresh(float number)
     return number;
 }
 
+/* What stands before it in the program is done before what stands behind, so that no registers wait
+ * for both. */
+__device__ inline void keep_order()
+{
+    asm volatile("" ::: "memory");
+}
+
 /* -------------------------------------------------------------------------- copies (8.0) */
 
 /* 16 bytes from global to shared memory, so many bytes behind the two addresses; with `bytes` 0

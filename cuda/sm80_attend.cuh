@@ -208,9 +208,7 @@ __device__ void prefetch_indices(const smla_gpu_attend &launch, int64_t begin, i
     const int64_t j = entry - (which ? work.source[0].topk : 0);
     const smla_array &indices = work.source[which].indices;
     if (indices.dtype && entry < end && j < rows[which].entries) {
-        const int64_t at = rows[which].indices + j * indices.stride[2];
-        ptx::prefetch(static_cast<const uint8_t *>(indices.data) +
-                      at * (indices.dtype == SMLA_INT64 ? 8 : 4));
+        ptx::prefetch(index_at(indices, rows[which].indices + j * indices.stride[2]));
     }
 }
 
@@ -1063,6 +1061,19 @@ __device__ void join_blocks(const float (&first)[4], const float (&second)[4], i
     }
 }
 
+template <typename Number, bool in_runs>
+__device__ void store_neighbours(void *data, int64_t element, const float (&numbers)[RUN])
+{
+    if (in_runs) {
+        store_run<Number>(data, element, numbers);
+    } else {
+#pragma unroll
+        for (int i = 0; i < RUN; i++) {
+            static_cast<Number *>(data)[element + i] = static_cast<Number>(numbers[i]);
+        }
+    }
+}
+
 /* The value numbers of the block, from number 0 of `row` on: four lanes side by side write whole
  * sectors. */
 template <typename Row, typename Block, typename Number, bool in_runs, typename Shared>
@@ -1088,15 +1099,7 @@ __device__ void store_values(const smla_gpu_attend &launch, const Shared &shared
 #pragma unroll
                 for (int i = 0; i < RUN; i++) numbers[i] = numbers[i] * power * factor;
                 if (head >= launch.work.heads) continue;
-                if (in_runs) {
-                    store_run<Number>(data, element + 8 * b, numbers);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < RUN; i++) {
-                        static_cast<Number *>(data)[element + 8 * b + i] = static_cast<Number>(
-                            numbers[i]);
-                    }
-                }
+                store_neighbours<Number, in_runs>(data, element + 8 * b, numbers);
             }
         }
     }

@@ -18,9 +18,9 @@
  * busy. They hand things on by barriers in shared memory, at which every thread arrives:
  *
  *   turn      look-up -> look-up    the other warp's entries have their places
- *   known     look-up -> copying    the rows of a tile are known, or, with a size of 0, there are
- * no more read      copying -> look-up    and have been asked for: those of another tile may come
- *   full      copying -> products   the stage holds a tile, or, with a size of 0, none
+ *   known     look-up -> copying    the rows of a tile are known; a size of 0: there are no more
+ *   read      copying -> look-up    and have been asked for: those of another tile may come
+ *   full      copying -> products   the stage holds a tile; a size of 0: none
  *   empty     products -> copying   16 rows of it have been read by both
  *   weighed   products -> products  the weights of the tile are there
  *   taken     products -> products  and have been read by both: the owner's next ones may come
@@ -43,7 +43,7 @@ namespace many_heads
 
 /* -------------------------------------------------------------------------- shapes */
 
-constexpr int HEADS = 64; /* of a block */
+constexpr int HEADS = SMLA_SM90_HEADS;
 constexpr int CHUNK = 16; /* entries, k of a value product */
 constexpr int OWNERS = 2; /* warpgroups that multiply: tile t is that of number t % OWNERS */
 constexpr int GATHERERS = 2 * ptx::WARPGROUP;
@@ -51,6 +51,7 @@ constexpr int MULTIPLIERS = 2 * ptx::WARPGROUP;
 constexpr int THREADS = GATHERERS + MULTIPLIERS;
 constexpr int COPY_WARPS = 6; /* of the gatherers; the others look entries up */
 constexpr int LOOK_UP_WARPS = 2;
+static_assert((COPY_WARPS + LOOK_UP_WARPS) * WARP == GATHERERS, "all of them");
 constexpr int KNOWN_TILES = 4; /* whose rows are looked up ahead */
 
 #define SHARED_BYTES(name, heads, threads, bytes)                                                  \
@@ -78,7 +79,7 @@ template <int format, int d_qk> struct many_row {
     static constexpr int LANES = E4M3 ? 8 : 16;       /* that read a row */
     static constexpr int PIECES = 4;                  /* of 16 latent bytes, of a lane */
     static constexpr int ROPE_LANES = HAS_ROPE ? 8 : 0;
-    static constexpr int TILE = E4M3 ? 48 : 32; /* entries; measured, see docs/performance.md */
+    static constexpr int TILE = E4M3 ? SMLA_SM90_PACKED_TILE : SMLA_SM90_DENSE_TILE;
     static constexpr int STAGES = E4M3 ? 2 : 3; /* of a tile each */
     static constexpr int CHUNKS = TILE / CHUNK;
     static constexpr int CACHE_BLOCK = TILE * ROW_BYTES; /* bytes of a block of an operand */
@@ -94,8 +95,7 @@ template <int format, int d_qk> struct many_row {
     static constexpr int MULTIPLY_REGISTERS = 256 - GATHER_REGISTERS;
 };
 
-/* A pass of rows on its way to a warp: every lane's own pieces, so that no lane waits for another.
- */
+/* A pass of rows on its way to a warp: every lane's own pieces, for which no other lane waits. */
 template <typename Row> struct landing {
     uint4 latent[Row::PIECES][WARP];
     uint4 rope[Row::HAS_ROPE ? WARP : 1];
@@ -222,9 +222,7 @@ __device__ const uint8_t *index_address(const smla_attend &work, const Shared &s
     if (!indices.dtype || entry >= shared.piece.end || j >= shared.rows[which].entries) {
         return nullptr;
     }
-    return static_cast<const uint8_t *>(indices.data) +
-           (shared.rows[which].indices + j * indices.stride[2]) *
-               (indices.dtype == SMLA_INT64 ? 8 : 4);
+    return index_at(indices, shared.rows[which].indices + j * indices.stride[2]);
 }
 
 /* The row of an entry of the split, or null. */
@@ -277,10 +275,8 @@ __device__ void prefetch_first_indices(const smla_attend &work, const piece &pie
     const int64_t j = entry - (which ? work.source[0].topk : 0);
     const smla_array &indices = work.source[which].indices;
     if (!indices.dtype || entry >= piece.end) return;
-    ptx::prefetch(static_cast<const uint8_t *>(indices.data) +
-                  (piece.batch * indices.stride[0] + piece.query * indices.stride[1] +
-                   j * indices.stride[2]) *
-                      (indices.dtype == SMLA_INT64 ? 8 : 4));
+    ptx::prefetch(index_at(indices, piece.batch * indices.stride[0] +
+                                        piece.query * indices.stride[1] + j * indices.stride[2]));
 }
 
 /* Until there is room for a tile's rows. */
@@ -1146,15 +1142,7 @@ __device__ void store_values(const smla_gpu_attend &launch, const Shared &shared
 #pragma unroll
                 for (int i = 0; i < RUN; i++) numbers[i] = numbers[i] * power * factor[y];
                 if (head >= heads) continue;
-                if (in_runs) {
-                    store_run<Number>(data, element + 8 * b, numbers);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < RUN; i++) {
-                        static_cast<Number *>(data)[element + 8 * b + i] = static_cast<Number>(
-                            numbers[i]);
-                    }
-                }
+                store_neighbours<Number, in_runs>(data, element + 8 * b, numbers);
             }
         }
     }

@@ -3,6 +3,9 @@
 #ifndef SMLA_SM90_MANY_HEADS_KERNELS_H
 #define SMLA_SM90_MANY_HEADS_KERNELS_H
 
+/* Heads of a block, and entries of a tile: measured, see docs/performance.md. */
+enum { SMLA_SM90_HEADS = 64, SMLA_SM90_DENSE_TILE = 32, SMLA_SM90_PACKED_TILE = 48 };
+
 // clang-format off
 #define SMLA_SM90_MANY_HEADS_KERNELS(X)                                                            \
     X(sm90_bf16_576_64, 64, 512, 220560)                                                           \

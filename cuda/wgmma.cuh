@@ -44,13 +44,6 @@ __device__ inline void prefetch_bulk(const void *pointer, int bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(pointer), "r"(bytes));
 }
 
-/* What stands before it in the program is done before what stands behind, so that no registers wait
- * for both. */
-__device__ inline void keep_order()
-{
-    asm volatile("" ::: "memory");
-}
-
 /* 16 bytes (a number) that are read once, or zeros where there is nothing. In the order of the
  * program: loads that are to be under way together stay together. */
 __device__ inline uint4 load_once(const void *pointer, bool present)

@@ -245,7 +245,7 @@ static bool sm90_pays(const struct smla_attend *work)
 {
     enum { FEW_HEADS = 32, FEW_PIECES = 8, FEW_ENTRIES = 512 };
     return !work->batch_invariant && work->heads > FEW_HEADS &&
-           rows_of(work) * ceil_div(work->heads, 64) >= FEW_PIECES &&
+           rows_of(work) * ceil_div(work->heads, SMLA_SM90_HEADS) >= FEW_PIECES &&
            entries_of(work) >= FEW_ENTRIES;
 }
 
@@ -253,9 +253,10 @@ static bool sm90_pays(const struct smla_attend *work)
 static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
                       int32_t line, struct smla_plan *plan)
 {
-    int64_t tile = work->source[0].format == SMLA_DENSE ? 32 : 48; /* see sm90_many_heads.cuh */
+    int64_t tile = work->source[0].format == SMLA_DENSE ? SMLA_SM90_DENSE_TILE
+                                                        : SMLA_SM90_PACKED_TILE;
     plan->kernel = "sm90";
-    plan->head_tile = 64;
+    plan->head_tile = SMLA_SM90_HEADS;
     plan->kernel_id = TENSOR_CORES[line].sm90;
     plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
     struct split_shape shape = {

@@ -499,19 +499,19 @@ def summary(results: list[dict[str, Any]]) -> str:
         if case["kind"] != "slots" or case["s_q"] > 1:
             continue
         table = found.setdefault((case["pattern"], case["topk"]), {})
-        line = table.setdefault((case["format"], case["heads"]), {})
-        line[case["batch"]] = result["median_seconds"]["sparse_mla"] * 1e6
+        by_batch = table.setdefault((case["format"], case["heads"]), {})
+        by_batch[case["batch"]] = result["median_seconds"]["sparse_mla"] * 1e6
     text = ""
     for (pattern, topk), table in found.items():
-        batches = sorted({batch for line in table.values() for batch in line})
+        batches = sorted({batch for by_batch in table.values() for batch in by_batch})
         if len(batches) < 2:
             continue
         rows = [f"{batch} row" + "s" * (batch > 1) for batch in batches]
         text += f"\n{pattern} indices, topk {topk}, µs\n\n"
         text += "| " + " | ".join(["cache", "heads", *rows]) + " |\n"
         text += "|---" * (2 + len(rows)) + "|\n"
-        for (cache, heads), line in table.items():
-            numbers = [f"{line[batch]:.1f}" if batch in line else "" for batch in batches]
+        for (cache, heads), by_batch in table.items():
+            numbers = [f"{by_batch[batch]:.1f}" if batch in by_batch else "" for batch in batches]
             text += "| " + " | ".join([cache, str(heads), *numbers]) + " |\n"
     return text
 
