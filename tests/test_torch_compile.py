@@ -253,6 +253,7 @@ def test_the_package_does_not_register_by_itself():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # PyTorch's own, to begin with
 def test_cuda_graphs_of_the_compiler():
     if not importlib.util.find_spec("triton"):
         pytest.skip("Triton is not installed")
