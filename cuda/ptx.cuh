@@ -29,6 +29,14 @@ __device__ inline float fresh(float number)
     return number;
 }
 
+/* threadIdx.x, read anew: it waits nowhere, neither in a register nor in local memory. */
+__device__ inline int thread()
+{
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 /* What stands before it in the program is done before what stands behind, so that no registers wait
  * for both. */
 __device__ inline void keep_order()
@@ -46,15 +54,6 @@ __device__ inline void copy_16(void *to, const void *from, int bytes)
     asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;"
                  :
                  : "r"(shared_address(to)), "l"(from), "r"(bytes), "n"(to_offset), "n"(from_offset)
-                 : "memory");
-}
-
-/* The same for 4 bytes. */
-template <int from_offset> __device__ inline void copy_4(void *to, const void *from, int bytes)
-{
-    asm volatile("cp.async.ca.shared.global [%0], [%1 + %3], 4, %2;"
-                 :
-                 : "r"(shared_address(to)), "l"(from), "r"(bytes), "n"(from_offset)
                  : "memory");
 }
 
@@ -232,6 +231,17 @@ __device__ inline void load_transposed(uint32_t (&words)[4], uint32_t address)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(address));
+}
+
+/* Writes four matrices (9.0); lane l gives the address of row l % 8 of matrix l / 8. */
+__device__ inline void store_matrices(uint32_t address, const uint32_t (&words)[4])
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+#endif
 }
 
 /* sums (16 x 8) += a (16 x 16) * b (16 x 8). Lane 4 r + c holds

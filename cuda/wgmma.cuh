@@ -44,7 +44,7 @@ __device__ inline void prefetch_bulk(const void *pointer, int bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(pointer), "r"(bytes));
 }
 
-/* 16 bytes (a number) that are read once, or zeros where there is nothing. In the order of the
+/* 16 bytes that are read once, or zeros where there is nothing. In the order of the
  * program: loads that are to be under way together stay together. */
 __device__ inline uint4 load_once(const void *pointer, bool present)
 {
@@ -61,20 +61,6 @@ __device__ inline uint4 load_once(const void *pointer, bool present)
                  : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
                  : "l"(pointer), "r"((int)present));
     return words;
-}
-
-__device__ inline float load_number_once(const void *pointer, bool present)
-{
-    float number;
-    asm volatile("{\n\t"
-                 ".reg .pred present;\n\t"
-                 "setp.ne.b32 present, %2, 0;\n\t"
-                 "mov.b32 %0, 0;\n\t"
-                 "@present ld.global.nc.L1::no_allocate.b32 %0, [%1];\n\t"
-                 "}"
-                 : "=&f"(number)
-                 : "l"(pointer), "r"((int)present));
-    return number;
 }
 
 /* Operands lie in shared memory as columns of blocks: a block has rows of 64 numbers of two bytes,
@@ -153,27 +139,6 @@ __device__ inline void multiply_along_k(float (&sums)[n], uint64_t a, uint64_t b
                        "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),             \
                        "+f"(sums[14]), "+f"(sums[15])                                              \
                      : "l"(a), "l"(b), "r"((int)accumulate));                                      \
-    }                                                                                              \
-                                                                                                   \
-    template <>                                                                                    \
-    __device__ inline void multiply_along_k<Number>(float (&sums)[24], uint64_t a, uint64_t b,     \
-                                                    bool accumulate)                               \
-    {                                                                                              \
-        asm volatile("{\n\t"                                                                       \
-                     ".reg .pred accumulate;\n\t"                                                  \
-                     "setp.ne.b32 accumulate, %26, 0;\n\t"                                         \
-                     "wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type " "               \
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "     \
-                     "%16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, accumulate, 1, 1, 0, "    \
-                     "0;\n\t"                                                                      \
-                     "}"                                                                           \
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),  \
-                       "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),  \
-                       "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),             \
-                       "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),             \
-                       "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]),             \
-                       "+f"(sums[22]), "+f"(sums[23])                                              \
-                     : "l"(a), "l"(b), "r"((int)accumulate));                                      \
     }
 
 SMLA_ALONG_K(__half, "f16")
@@ -204,5 +169,40 @@ __device__ inline void multiply_across_k(float (&sums)[64], const uint32_t (&a)[
                    "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+
+/* a from registers, b along k or across k (of 64 columns); added if `accumulate`. */
+template <typename Number, bool across>
+__device__ inline void multiply_left(float (&sums)[32], const uint32_t (&a)[4], uint64_t b,
+                                     bool accumulate);
+
+#define SMLA_LEFT(Number, type, across)                                                            \
+    template <>                                                                                    \
+    __device__ inline void multiply_left<Number, across>(                                          \
+        float (&sums)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate)                    \
+    {                                                                                              \
+        asm volatile("{\n\t"                                                                       \
+                     ".reg .pred accumulate;\n\t"                                                  \
+                     "setp.ne.b32 accumulate, %37, 0;\n\t"                                         \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " "               \
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "     \
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "      \
+                     "%30, %31}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n\t"            \
+                     "}"                                                                           \
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),  \
+                       "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),  \
+                       "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),             \
+                       "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),             \
+                       "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]),             \
+                       "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]),             \
+                       "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),             \
+                       "+f"(sums[30]), "+f"(sums[31])                                              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate),   \
+                       "n"((int)across));                                                          \
+    }
+
+SMLA_LEFT(__half, "f16", false)
+SMLA_LEFT(__half, "f16", true)
+SMLA_LEFT(__nv_bfloat16, "bf16", false)
+#undef SMLA_LEFT
 
 } // namespace ptx

@@ -37,12 +37,17 @@ const struct smla_gpu_kernel_info smla_gpu_kernels[SMLA_GPU_KERNELS] = {
     [SMLA_KERNEL_GATHER] = {"any_gather", "any_gather", 128, 0},
     [SMLA_KERNEL_SM80_COMBINE] = {"sm80_combine", "sm80_combine", 256, 0},
     [SMLA_KERNEL_SM80_COMBINE_MANY] = {"sm80_combine", "sm80_combine_many", 256, 0},
-#define DENSE(name, heads, threads, shared_bytes)                                                  \
-    [SMLA_KERNEL_##name] = {"sm80_dense", #name, threads, shared_bytes},
-    SMLA_SM80_DENSE_KERNELS(DENSE)
-#define FP8(name, heads, threads, shared_bytes)                                                    \
-    [SMLA_KERNEL_##name] = {"sm80_fp8", #name, threads, shared_bytes},
-        SMLA_SM80_FP8_KERNELS(FP8)
-#define MANY_HEADS(name, heads, threads, shared_bytes)                                             \
-    [SMLA_KERNEL_##name] = {"sm90_many_heads", #name, threads, shared_bytes},
-            SMLA_SM90_MANY_HEADS_KERNELS(MANY_HEADS)};
+#define IN(image, name, threads, shared_bytes)                                                     \
+    [SMLA_KERNEL_##name] = {image, #name, threads, shared_bytes},
+#define SM80_DENSE(name, heads, threads, shared_bytes) IN("sm80_dense", name, threads, shared_bytes)
+#define SM80_FP8(name, heads, threads, shared_bytes) IN("sm80_fp8", name, threads, shared_bytes)
+#define SM90_DENSE(name, heads, threads, shared_bytes) IN("sm90_dense", name, threads, shared_bytes)
+#define SM90_PACKED(name, heads, threads, shared_bytes)                                            \
+    IN("sm90_packed", name, threads, shared_bytes)
+    // clang-format off
+    SMLA_SM80_DENSE_KERNELS(SM80_DENSE)
+    SMLA_SM80_FP8_KERNELS(SM80_FP8)
+    SMLA_SM90_DENSE_KERNELS(SM90_DENSE)
+    SMLA_SM90_PACKED_KERNELS(SM90_PACKED)
+    // clang-format on
+};

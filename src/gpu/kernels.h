@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "sm80_kernels.h"
-#include "sm90_many_heads_kernels.h"
+#include "sm90_kernels.h"
 
 enum smla_gpu_kernel {
     SMLA_KERNEL_MERGE,
@@ -23,7 +23,7 @@ enum smla_gpu_kernel {
     SMLA_KERNEL_SM80_COMBINE,
     SMLA_KERNEL_SM80_COMBINE_MANY,
 #define SMLA_KERNEL(name, heads, threads, shared_bytes) SMLA_KERNEL_##name,
-    SMLA_SM80_KERNELS(SMLA_KERNEL) SMLA_SM90_MANY_HEADS_KERNELS(SMLA_KERNEL)
+    SMLA_SM80_KERNELS(SMLA_KERNEL) SMLA_SM90_KERNELS(SMLA_KERNEL)
 #undef SMLA_KERNEL
         SMLA_GPU_KERNELS /* how many */
 };

@@ -1,0 +1,996 @@
+/* attend on Hopper for many heads over packed caches: bfloat16 queries, d_qk 576 or 512, d_v 512,
+ * rows of 512 e4m3 numbers, four scales and perhaps 64 rope numbers, aligned to 16 bytes; a block
+ * of 64 heads to a multiprocessor.
+ *
+ * A block takes 64 heads of one row and one split of its entries, in tiles of 64 valid ones. Its
+ * products are transposed: a tile's entries, and then the value numbers, are the rows of the left
+ * operand, heads the columns of the right one. So the numbers of the cache, which the products want
+ * as float16, never lie in shared memory as such: a row is copied as it is, and each of those that
+ * multiply turns its bytes into operands in its registers, once for the scores and once,
+ * transposed, for the values. q and the weights are the right operands, in shared memory. Of the
+ * three warpgroups
+ *
+ *   0     gathers. Two warps look entries up, by turns; two copy the rows of half a tile each, the
+ *         latent numbers and scales into one of three stages, the rope numbers into one of two;
+ *   1, 2  multiply. Each makes scores and weights of every other tile, its own. Each keeps 256 of
+ *         the 512 numbers of out, in registers, to which it adds the values of all tiles in order.
+ *
+ * While one of the latter weighs, the other's next scores are made: both are behind one tile's
+ * values and before the next's. They hand things on by barriers in shared memory, at which every
+ * thread arrives:
+ *
+ *   turn        look-up -> look-up    the other warp's entries have their places
+ *   known       look-up -> copying    the rows of a tile are known; a size of 0: there are no more
+ *   read        copying -> look-up    and have been asked for: those of another tile may come
+ *   full        copying -> products   the stage holds a tile; a size of 0: none
+ *   empty       products -> copying   half of it has been read by both
+ *   rope_empty  products -> copying   the rope numbers have been read by the tile's owner
+ *   weighed     products -> products  the weights of the tile are there
+ *   taken       products -> products  and have been multiplied by both: the next ones may come
+ *
+ * Numbers. e4m3 numbers become float16 ones exactly. q's latent numbers are brought into float16's
+ * range by a power of two of each head; rope numbers are multiplied as the bfloat16 numbers that
+ * they are. A weight is 2^(s - R), s being log2(e) times the score and R a reference of the head,
+ * the largest s of the block's first tile. R moves only when an s has come that is SLACK above it.
+ * The values take w = weight * scale * unit, cut off to float16 by turns as in sm80_attend.cuh, the
+ * unit being a power of two of each group of 128 numbers that share a scale. Where scales of a
+ * group are 0 or more than 2^8 apart, which is rare, each head gets units of its own, from its
+ * largest w, at every tile anew: that is slower. out is the sums divided by the units. */
+#pragma once
+
+#include "sm90_common.cuh"
+
+namespace packed
+{
+
+using namespace sm90;
+
+/* -------------------------------------------------------------------------- shapes */
+
+constexpr int TILE = SMLA_SM90_PACKED_TILE;
+constexpr int CHUNK = 16; /* entries, k of a value product */
+constexpr int CHUNKS = TILE / CHUNK;
+constexpr int OWNERS = 2; /* warpgroups that multiply: tile t is that of number t % OWNERS */
+constexpr int GATHERERS = ptx::WARPGROUP;
+constexpr int MULTIPLIERS = OWNERS * ptx::WARPGROUP;
+constexpr int THREADS = GATHERERS + MULTIPLIERS;
+constexpr int COPY_WARPS = 2; /* of the gatherers; the others look entries up */
+static_assert((COPY_WARPS + LOOK_UP_WARPS) * WARP == GATHERERS, "all of them");
+constexpr int HALF = TILE / COPY_WARPS; /* rows of a tile that a warp copies */
+constexpr int BATCH = 8;                /* of them, whose addresses are read together */
+constexpr int STAGES = 3;
+constexpr int ROPE_STAGES = 2;
+
+/* Registers of a thread, multiples of 8: 504 for three of them. */
+constexpr int GATHER_REGISTERS = 40;
+constexpr int MULTIPLY_REGISTERS = (504 - GATHER_REGISTERS) / OWNERS;
+
+#define SHARED_BYTES(name, heads, threads, bytes)                                                  \
+    constexpr int name##_shared = bytes;                                                           \
+    static_assert(heads == HEADS && threads == THREADS, "sm90_kernels.h");
+SMLA_SM90_PACKED_KERNELS(SHARED_BYTES)
+#undef SHARED_BYTES
+
+constexpr int SCALES_AT = LATENT;             /* bytes of a row, and of its place in a stage */
+constexpr int PITCH = SCALES_AT + GROUPS * 4; /* of a stage: an odd number of 16-byte pieces */
+constexpr int STEPS = LATENT / 16;            /* of the scores' products */
+constexpr int GROUP_STEPS = STEPS / GROUPS;
+constexpr int OF_HALF = GROUPS / 2; /* groups of value numbers that a warpgroup adds */
+constexpr int WEIGHT_BLOCK = TILE * ROW_BYTES;
+constexpr int LANE_HEADS = HEADS / QUAD;
+constexpr int WARPS = ptx::WARPGROUP / WARP;
+constexpr float LARGEST_POWER = 0x1p126f; /* a unit before there are numbers */
+
+template <int d_qk> struct packed_row {
+    static constexpr bool HAS_ROPE = d_qk == LATENT + ROPE;
+    static constexpr int BLOCKS = LATENT_BLOCKS + HAS_ROPE;
+    static constexpr int TILE = packed::TILE;
+    static constexpr int ROPE_AT = PITCH; /* bytes */
+    static constexpr int BYTES = ROPE_AT + (HAS_ROPE ? ROPE * 2 : 0);
+    static constexpr bool PREFETCHED = false; /* it made no difference */
+};
+
+template <typename Row> struct shared_state {
+    uint8_t query[Row::BLOCKS][HEADS][ROW_BYTES];
+    uint8_t weight[GROUPS][TILE][HEADS * 2];
+    uint8_t rope[Row::HAS_ROPE ? ROPE_STAGES : 0][TILE][ROW_BYTES];
+    uint8_t latent[STAGES][TILE][PITCH];
+    float query_unit[HEADS];      /* undoes q's power */
+    float reference[HEADS];       /* R */
+    float shift[HEADS];           /* of R, when it has moved */
+    float drop[HEADS];            /* 2^-shift */
+    float factor[GROUPS][HEADS];  /* of the sums, when R or a unit has moved */
+    float unit[GROUPS][HEADS];    /* in w */
+    float largest[WARPS][GROUPS]; /* scale of a warp's rows */
+    float smallest[WARPS][GROUPS];
+    float smallest_yet[GROUPS];   /* of the block's rows */
+    unsigned fresh[HEADS / WARP]; /* heads, as bits, that have no R */
+    union {
+        const uint8_t *entries[KNOWN_TILES][TILE]; /* rows */
+        float part_sum[OWNERS * WARPS][HEADS];     /* when all rows have been copied */
+    };
+    uint64_t turn[LOOK_UP_WARPS];
+    uint64_t known[KNOWN_TILES];
+    uint64_t read[KNOWN_TILES];
+    uint64_t full[STAGES];
+    uint64_t empty[STAGES][COPY_WARPS];
+    uint64_t rope_empty[ROPE_STAGES];
+    uint64_t weighed;
+    uint64_t taken;
+    smla_gpu_attend launch;
+    piece piece;
+    smla_row rows[2];
+    unsigned long long first_fault; /* packed by note_fault; the lowest wins */
+    unsigned int faults;
+    unsigned int found;          /* valid entries that have their places */
+    int known_size[KNOWN_TILES]; /* entries of the tile; 0: there are no more tiles */
+    int size[STAGES];
+    int moved; /* whether the sums have to be multiplied by `factor` before the tile is added */
+    int wild;  /* whether heads have units of their own */
+};
+
+/* -------------------------------------------------------------------------- places */
+
+__device__ int group_thread()
+{
+    return ptx::thread() % ptx::WARPGROUP;
+}
+
+__device__ int warp_of_group()
+{
+    return group_thread() / WARP;
+}
+
+__device__ int lane_of_warp()
+{
+    return ptx::thread() % WARP;
+}
+
+/* Of a tile a thread has two rows, 8 apart, and of each eight times two heads: number
+ * 4 j + 2 y + x is of row first_row() + 8 y and head first_head() + 8 j + x. */
+using tile_numbers = float[32];
+
+__device__ int first_row()
+{
+    return warp_of_group() * 16 + lane_of_warp() / QUAD;
+}
+
+__device__ int first_head()
+{
+    return lane_of_warp() % QUAD * 2;
+}
+
+/* What is kept of heads, for a thread's pair j of them; `first` is that of first_head(). */
+__device__ float2 load_pair(const float *first, int j)
+{
+    return *reinterpret_cast<const float2 *>(first + 8 * j);
+}
+
+/* The scale of a thread's row y. */
+template <typename Shared>
+__device__ const uint8_t *first_scales(const Shared &shared, unsigned tile)
+{
+    return &shared.latent[tile % STAGES][first_row()][SCALES_AT];
+}
+
+__device__ float scale_at(const uint8_t *first, int y, int group)
+{
+    return *reinterpret_cast<const float *>(first + y * 8 * PITCH + group * 4);
+}
+
+/* Joins a number of each of a lane's heads over the lanes of all rows: a lane gets those of heads
+ * 2 lane and 2 lane + 1. */
+template <typename Join>
+__device__ float2 join_rows(const float (&numbers)[LANE_HEADS], const Join &join)
+{
+    const int lane = lane_of_warp();
+    float eight[8], four[4], two[2];
+    const auto halve = [&](const auto &from, auto &to, int mask) {
+        constexpr int N = sizeof to / sizeof *to;
+        const bool upper = lane & mask;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float kept = upper ? from[i + N] : from[i];
+            const float given = upper ? from[i] : from[i + N];
+            to[i] = join(kept, __shfl_xor_sync(ALL_LANES, given, mask));
+        }
+    };
+    halve(numbers, eight, 16);
+    halve(eight, four, 8);
+    halve(four, two, 4);
+    return make_float2(two[0], two[1]);
+}
+
+/* -------------------------------------------------------------------------- copying */
+
+/* The rows of half a tile: all lanes copy the latent numbers of one after another, then each the
+ * scales of its own, then eight lanes the rope numbers of a row. Zeros where there is no row. */
+template <typename Row, typename Shared>
+__device__ void copy_rows(Shared &shared, unsigned tile, int half, int size)
+{
+    const int lane = lane_of_warp(), count = size - half * HALF;
+    const uint8_t *const *rows = &shared.entries[tile % KNOWN_TILES][half * HALF];
+    uint8_t *latent = shared.latent[tile % STAGES][half * HALF];
+#pragma unroll 1
+    for (int first = 0; first < HALF; first += BATCH) {
+        const uint8_t *from[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) from[i] = rows[first + i] + lane * 16;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            ptx::copy_16(latent + (first + i) * PITCH + lane * 16, from[i],
+                         first + i < count ? 16 : 0);
+        }
+    }
+    ptx::copy_16<SCALES_AT, SCALES_AT>(latent + lane * PITCH, rows[lane], lane < count ? 16 : 0);
+    if constexpr (Row::HAS_ROPE) {
+        constexpr int ROWS = WARP / 8; /* at once */
+        uint8_t *rope = &shared.rope[tile % ROPE_STAGES][0][0];
+        const int piece = lane % 8;
+        const uint8_t *from[HALF / ROWS];
+#pragma unroll
+        for (int i = 0; i < HALF / ROWS; i++) from[i] = rows[ROWS * i + lane / 8] + piece * 16;
+#pragma unroll
+        for (int i = 0; i < HALF / ROWS; i++) {
+            const int row = ROWS * i + lane / 8;
+            ptx::copy_16<0, Row::ROPE_AT>(rope + swapped(half * HALF + row, piece), from[i],
+                                          row < count ? 16 : 0);
+        }
+    }
+}
+
+/* The work of a copying warp. Behind the last tile there is an empty one for each of the
+ * warpgroups that multiply. */
+template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shared, int half)
+{
+    int ends = INT_MAX; /* the first tile that is empty */
+#pragma unroll 1
+    for (int tile = 0; tile < ends || tile - ends < OWNERS; tile++) {
+        const int stage = tile % STAGES;
+        const int size = tile < ends ? wait_for_tile(shared, tile) : 0;
+        wait_warp(&shared.empty[stage][half], (tile / STAGES & 1) ^ 1);
+        if (size > 0) {
+            if constexpr (Row::HAS_ROPE) {
+                wait_warp(&shared.rope_empty[tile % ROPE_STAGES], (tile / ROPE_STAGES & 1) ^ 1);
+            }
+            copy_rows<Row>(shared, tile, half, size);
+            ptx::arrive(&shared.read[tile % KNOWN_TILES]);
+        } else if (tile < ends) {
+            ends = tile;
+        }
+        if (half == 0 && lane_of_warp() == 0) shared.size[stage] = size;
+        ptx::arrive_after_copies(&shared.full[stage]);
+    }
+}
+
+/* -------------------------------------------------------------------------- the query */
+
+/* q as an operand. Of the latent numbers a warp takes every eighth head, a lane 16 numbers of each,
+ * those of one step, all of which are asked for before the first is looked at. Of a step's numbers
+ * a lane of the products has four neighbours of a row: columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of
+ * the operand are numbers 4 c to 4 c + 3. */
+template <typename Row, bool aligned, typename Shared>
+__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    constexpr int ALL_WARPS = MULTIPLIERS / WARP, OF_WARP = HEADS / ALL_WARPS;
+    constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
+    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
+    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
+#pragma unroll
+    for (int i = 0; i < OF_WARP; i++) {
+        const int head = min(piece.head + i * ALL_WARPS + warp, work.heads - 1);
+        const uint16_t *numbers = query_number(work, piece, head, lane * 16);
+        pieces[i][0] = load_eight<aligned>(numbers);
+        pieces[i][1] = load_eight<aligned>(numbers + 8);
+    }
+    if (Row::HAS_ROPE) {
+#pragma unroll
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            const int head = piece.head + (i * ALL_WARPS + warp) * ROPE_HEADS + lane / 8;
+            rope[i] = load_eight<aligned>(
+                query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OF_WARP; i++) {
+        const int of_block = i * ALL_WARPS + warp;
+        const float largest = fmaxf(largest_of_piece(pieces[i][0]), largest_of_piece(pieces[i][1]));
+        float unit;
+        const float factor = power_for(lanes_max<WARP>(largest), unit);
+        const uint4 first = scale_piece(pieces[i][0], factor);
+        const uint4 second = scale_piece(pieces[i][1], factor);
+        store_piece(shared.query[lane / 4], of_block, lane % 4 * 2,
+                    make_uint4(first.x, first.z, second.x, second.z));
+        store_piece(shared.query[lane / 4], of_block, lane % 4 * 2 + 1,
+                    make_uint4(first.y, first.w, second.y, second.w));
+        if (lane == 0) shared.query_unit[of_block] = unit;
+    }
+    if (Row::HAS_ROPE) {
+#pragma unroll
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            store_piece(shared.query[Row::BLOCKS - 1],
+                        (i * ALL_WARPS + warp) * ROPE_HEADS + lane / 8, lane % 8, rope[i]);
+        }
+    }
+}
+
+template <typename Row, typename Shared>
+__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    if (is_query_aligned(work, 16)) {
+        store_heads<Row, true>(work, piece, shared);
+    } else {
+        store_heads<Row, false>(work, piece, shared);
+    }
+    ptx::publish_operands();
+}
+
+/* -------------------------------------------------------------------------- scores */
+
+/* scores = k * q of a tile. The products of one step are under way while the next step's numbers
+ * become an operand; a group's, which share a scale, are added up by themselves. */
+template <typename Row, typename Shared>
+__device__ void multiply_scores(Shared &shared, unsigned tile, tile_numbers &scores)
+{
+    const int lane = lane_of_warp();
+    const uint32_t rows = ptx::shared_address(shared.latent[tile % STAGES]) +
+                          (warp_of_group() * 16 + lane % 16) * PITCH + lane / 16 * 16;
+    const uint8_t *scales = first_scales(shared, tile);
+    const ptx::operand query = ptx::operand_along_k(ptx::shared_address(shared.query));
+    tile_numbers part;
+    uint32_t words[2][4], left[2][4]; /* bytes of two steps; their numbers */
+    ptx::load_matrices(words[0], rows);
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+#pragma unroll
+        for (int of_group = 0; of_group < GROUP_STEPS; of_group++) {
+            const int step = group * GROUP_STEPS + of_group, pair = step / 2;
+            if (step % 2 == 0 && step + 2 < STEPS) {
+                ptx::load_matrices(words[(pair + 1) % 2], rows + (pair + 1) * 32);
+            }
+            if (of_group >= 2) ptx::wait_products<1>();
+            const uint32_t *bytes = &words[pair % 2][step % 2 * 2];
+            uint32_t (&a)[4] = left[step % 2], pairs[2];
+            ptx::from_e4m3(pairs, bytes[0]);
+            a[0] = pairs[0];
+            a[2] = pairs[1];
+            ptx::from_e4m3(pairs, bytes[1]);
+            a[1] = pairs[0];
+            a[3] = pairs[1];
+            ptx::fence_products();
+            ptx::multiply_left<__half, false>(
+                part, a, query.at(step / K_STEPS * QUERY_BLOCK + step % K_STEPS * K_BYTES),
+                of_group > 0);
+            ptx::commit_products();
+        }
+        const float scale[2] = {scale_at(scales, 0, group), scale_at(scales, 1, group)};
+        ptx::wait_products<0>();
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            scores[i] = group == 0 ? part[i] * scale[i / 2 % 2]
+                                   : fmaf(part[i], scale[i / 2 % 2], scores[i]);
+        }
+    }
+    if constexpr (Row::HAS_ROPE) {
+        const int lane = lane_of_warp();
+        const uint32_t first = ptx::shared_address(shared.rope[tile % ROPE_STAGES]) +
+                               swapped(warp_of_group() * 16 + lane % 16, lane / 16);
+        uint32_t rope[K_STEPS][4];
+#pragma unroll
+        for (int step = 0; step < K_STEPS; step++) {
+            ptx::load_matrices(rope[step], first ^ step << 5);
+        }
+        ptx::fence_products();
+#pragma unroll
+        for (int step = 0; step < K_STEPS; step++) {
+            ptx::multiply_left<__nv_bfloat16, false>(
+                part, rope[step], query.at(LATENT_BLOCKS * QUERY_BLOCK + step * K_BYTES), step > 0);
+        }
+        ptx::commit_products();
+        ptx::arrive(&shared.rope_empty[tile % ROPE_STAGES]);
+        ptx::wait_products<0>();
+    }
+    ptx::keep_order();
+    const float *units = &shared.query_unit[first_head()];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 unit = load_pair(units, j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) {
+            const float of_head = i % 2 ? unit.y : unit.x;
+            scores[i] = Row::HAS_ROPE ? fmaf(scores[i], of_head, part[i]) : scores[i] * of_head;
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------- R and the units */
+
+constexpr float SLACK = 6.0f;              /* of s above R */
+constexpr float LARGEST_SCALED = 512.0f;   /* scale * unit: with SLACK w stays below 2^15 */
+constexpr float SMALLEST_SCALED = 0x1p-4f; /* where heads share units */
+
+__device__ void sync_own(int own)
+{
+    sync_roles(BARRIER_MULTIPLY + 1 + own, ptx::WARPGROUP);
+}
+
+__device__ bool sync_own_or(int own, bool condition)
+{
+    __syncwarp();
+    return ptx::sync_threads_or(BARRIER_MULTIPLY + 1 + own, ptx::WARPGROUP, condition);
+}
+
+/* The power of two that brings a number to 2^FRESH_WEIGHT or a little more. */
+__device__ float unit_for(float number)
+{
+    return power_of_two(min(max(FRESH_WEIGHT - exponent_of(number), -126), 126));
+}
+
+/* The unit that makes up for R's shift, so that the sums may stay as they are. */
+__device__ float raise_unit(float unit, float shift)
+{
+    return power_of_two(min(exponent_of(unit) + (int)fminf(shift, 256.0f), 126));
+}
+
+/* The factor of sums whose unit and R have changed. */
+__device__ float factor_for(float before, float after, float shift)
+{
+    return ptx::exp2_fast((float)(exponent_of(after) - exponent_of(before)) - shift);
+}
+
+/* The largest number of each head, by warps. */
+template <typename Number>
+__device__ void store_largest(float (*largest)[HEADS], const Number &number)
+{
+    float numbers[LANE_HEADS];
+#pragma unroll
+    for (int i = 0; i < LANE_HEADS; i++) {
+        numbers[i] = fmaxf(number(i / 2 * 4 + i % 2, 0), number(i / 2 * 4 + i % 2 + 2, 1));
+    }
+    *reinterpret_cast<float2 *>(&largest[warp_of_group()][2 * lane_of_warp()]) = join_rows(
+        numbers, [](float a, float b) { return fmaxf(a, b); });
+}
+
+__device__ float largest_of_warps(const float (*largest)[HEADS], int head)
+{
+    float all = -CUDART_INF_F;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) all = fmaxf(all, largest[warp][head]);
+    return all;
+}
+
+/* The largest and the smallest scale of each group, by warps. */
+template <typename Shared>
+__device__ void store_scale_range(Shared &shared, unsigned tile, int size)
+{
+    const uint8_t *scales = first_scales(shared, tile);
+    const int lane = lane_of_warp(), row = first_row();
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        float largest = 0.0f, smallest = CUDART_INF_F;
+#pragma unroll
+        for (int y = 0; y < 2; y++) {
+            if (row + 8 * y >= size) continue;
+            const float scale = fabsf(scale_at(scales, y, g));
+            largest = fmaxf(largest, scale);
+            smallest = fminf(smallest, scale);
+        }
+        largest = lanes_max<WARP>(largest);
+        smallest = -lanes_max<WARP>(-smallest);
+        if (lane == g) {
+            shared.largest[warp_of_group()][g] = largest;
+            shared.smallest[warp_of_group()][g] = smallest;
+        }
+    }
+}
+
+/* New Rs and units, where those before do not serve the tile; scores are relative to R. Nobody
+ * multiplies weights meanwhile: their place is taken for what warps tell one another. */
+template <typename Shared>
+__device__ void move_references(Shared &shared, unsigned tile, int own, int size,
+                                tile_numbers &scores, float2 &sums)
+{
+    const int warp = warp_of_group(), lane = lane_of_warp(), thread = group_thread();
+    auto *const largest = reinterpret_cast<float (*)[WARPS][HEADS]>(shared.weight);
+    store_largest(largest[0], [&](int i, int) { return scores[i]; });
+    store_scale_range(shared, tile, size);
+    const bool was_wild = shared.wild;
+    sync_own(own);
+
+    float shift = 0.0f, smallest_yet[GROUPS];
+    bool fresh = false, wild = was_wild;
+    if (thread < HEADS) {
+        const float top = largest_of_warps(largest[0], thread), before = shared.reference[thread];
+        fresh = shared.fresh[warp] >> lane & 1;
+        const bool moves = top > (fresh ? -CUDART_INF_F : 0.0f);
+        const unsigned still_fresh = __ballot_sync(ALL_LANES, fresh && !moves);
+        if (lane == 0) shared.fresh[warp] = still_fresh;
+        if (moves) {
+            shared.reference[thread] = before + top;
+            shift = before + top - before;
+        }
+        shared.shift[thread] = shift;
+        shared.drop[thread] = fresh ? 1.0f : ptx::exp2_fast(-shift); /* there is nothing to drop */
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            float largest_scale = 0.0f;
+            smallest_yet[g] = shared.smallest_yet[g];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                largest_scale = fmaxf(largest_scale, shared.largest[w][g]);
+                smallest_yet[g] = fminf(smallest_yet[g], shared.smallest[w][g]);
+            }
+            if (was_wild) continue;
+            const float unit = shared.unit[g][thread];
+            const float next = largest_scale * unit > LARGEST_SCALED ? unit_for(largest_scale)
+                                                                     : unit;
+            shared.unit[g][thread] = next;
+            shared.factor[g][thread] = fresh ? 1.0f : factor_for(unit, next, shift);
+            wild |= smallest_yet[g] * next < SMALLEST_SCALED;
+        }
+    }
+    wild = sync_own_or(own, wild);
+    if (thread == 0) {
+        shared.wild = wild;
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) shared.smallest_yet[g] = smallest_yet[g];
+    }
+    const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[2 * lane]);
+    sums.x *= drop.x;
+    sums.y *= drop.y;
+    const float *shifts = &shared.shift[first_head()];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 of_heads = load_pair(shifts, j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) scores[i] -= i % 2 ? of_heads.y : of_heads.x;
+    }
+    if (wild) {
+        const uint8_t *scales = first_scales(shared, tile);
+#pragma unroll 1
+        for (int g = 0; g < GROUPS; g++) {
+            store_largest(largest[1 + g], [&](int i, int y) {
+                return ptx::exp2_fast(scores[i]) * fabsf(scale_at(scales, y, g));
+            });
+        }
+        sync_own(own);
+        if (thread < HEADS) {
+#pragma unroll 1
+            for (int g = 0; g < GROUPS; g++) {
+                const float weight = largest_of_warps(largest[1 + g], thread);
+                const float unit = shared.unit[g][thread];
+                const float kept = fresh ? LARGEST_POWER
+                                         : raise_unit(unit, was_wild ? shift : 0.0f);
+                const float next = weight * kept > LARGEST_WEIGHT ? unit_for(weight) : kept;
+                const float before = was_wild
+                                         ? factor_for(unit, next, shift)
+                                         : shared.factor[g][thread] * factor_for(unit, next, 0.0f);
+                shared.unit[g][thread] = next;
+                shared.factor[g][thread] = fresh ? 1.0f : before;
+            }
+        }
+    }
+    sync_own(own);
+}
+
+/* -------------------------------------------------------------------------- weights */
+
+/* Until both warpgroups have multiplied the weights of the tile before. */
+template <typename Shared> __device__ void wait_for_values(Shared &shared, unsigned tile)
+{
+    wait_warp(&shared.taken, (tile & 1) ^ 1);
+}
+
+/* w of a tile, an operand for each group. */
+template <bool wild, typename Shared>
+__device__ void store_weights(Shared &shared, unsigned tile, const tile_numbers &weights)
+{
+    constexpr int CUT_BITS = 13; /* of a float32 fraction, that float16 does not have */
+    const int lane = lane_of_warp(), warp = warp_of_group();
+    const uint32_t turns = (tile * TILE + first_row()) * TURN;
+    const uint32_t raise[2] = {turns >> (32 - CUT_BITS), (turns + 8 * TURN) >> (32 - CUT_BITS)};
+    const uint32_t to = ptx::shared_address(shared.weight) +
+                        swapped(warp * 16 + lane % 16, lane / 16);
+    const uint8_t *scales = first_scales(shared, tile);
+    const auto factor_of = [&](int y, int g) {
+        return scale_at(scales, y, g) * (wild ? 1.0f : shared.unit[g][0]);
+    };
+    float next[2] = {factor_of(0, 0), factor_of(1, 0)};
+#pragma unroll 1
+    for (int g = 0; g < GROUPS; g++) {
+        const float factor[2] = {next[0], next[1]};
+        const float *units = &shared.unit[g][first_head()];
+        next[0] = factor_of(0, (g + 1) % GROUPS);
+        next[1] = factor_of(1, (g + 1) % GROUPS);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint32_t words[4];
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                const int j = 2 * i + w / 2, y = w % 2;
+                const float2 unit = wild ? load_pair(units, j) : float2{1.0f, 1.0f};
+                const auto raised = [&](float number) {
+                    return __uint_as_float(__float_as_uint(number) + raise[y]);
+                };
+                const float *pair = &weights[4 * j + 2 * y];
+                words[w] = ptx::cut(
+                    raised(wild ? pair[0] * factor[y] * unit.x : pair[0] * factor[y]),
+                    raised(wild ? pair[1] * factor[y] * unit.y : pair[1] * factor[y]));
+            }
+            ptx::store_matrices((to ^ i << 5) + g * WEIGHT_BLOCK, words);
+        }
+    }
+    ptx::publish_operands();
+}
+
+/* Scores -> weights of a tile of the warpgroup's own, for both. `sums` are those of weights of
+ * heads 2 lane and 2 lane + 1 over the warp's rows. */
+template <typename Row, typename Shared>
+__device__ void weigh(const smla_attend &work, Shared &shared, unsigned tile, int own,
+                      tile_numbers &scores, float2 &sums)
+{
+    const int size = shared.size[tile % STAGES], row = first_row();
+    float factor = work.softmax_scale * LOG2_E;
+    if (__builtin_expect(work.logit_cap > 0.0f, false)) {
+        const float inverse = work.softmax_scale / work.logit_cap;
+#pragma unroll
+        for (int i = 0; i < 32; i++) scores[i] = work.logit_cap * tanhf(scores[i] * inverse);
+        factor = LOG2_E;
+    }
+    if (size < TILE) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            if (row + i / 2 % 2 * 8 >= size) scores[i] = -CUDART_INF_F;
+        }
+    }
+    float largest = -CUDART_INF_F;
+    const float *references = &shared.reference[first_head()];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 reference = load_pair(references, j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) {
+            scores[i] = fmaf(scores[i], factor, -(i % 2 ? reference.y : reference.x));
+            largest = fmaxf(largest, scores[i]);
+        }
+    }
+    const uint8_t *scales = first_scales(shared, tile);
+    float largest_scale = 0.0f, smallest_scale = CUDART_INF_F;
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+        const bool counts = row + 8 * y < size;
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            const float scaled = fabsf(scale_at(scales, y, g)) * shared.unit[g][0];
+            largest_scale = fmaxf(largest_scale, scaled);
+            smallest_scale = fminf(smallest_scale, counts ? scaled : CUDART_INF_F);
+        }
+    }
+    /* max_logits are Rs, which then have to be the largest scores */
+    const float slack = work.max_logits.dtype == SMLA_DTYPE_NONE ? SLACK : 0.0f;
+    const bool moves = shared.wild || (shared.fresh[0] | shared.fresh[1]) != 0 || largest > slack ||
+                       largest_scale > LARGEST_SCALED || smallest_scale < SMALLEST_SCALED;
+    const bool moved = sync_own_or(own, moves);
+    if (__builtin_expect(moved, false)) {
+        wait_for_values(shared, tile);
+        move_references(shared, tile, own, size, scores, sums);
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) scores[i] = ptx::exp2_fast(scores[i]);
+    wait_for_values(shared, tile);
+    if (group_thread() == 0) shared.moved = moved;
+    if (__builtin_expect(moved && shared.wild, false)) {
+        store_weights<true>(shared, tile, scores);
+    } else {
+        store_weights<false>(shared, tile, scores);
+    }
+    ptx::arrive(&shared.weighed);
+    float numbers[LANE_HEADS];
+#pragma unroll
+    for (int i = 0; i < LANE_HEADS; i++) {
+        numbers[i] = scores[i / 2 * 4 + i % 2] + scores[i / 2 * 4 + i % 2 + 2];
+    }
+    const float2 sum = join_rows(numbers, [](float a, float b) { return a + b; });
+    sums.x += sum.x;
+    sums.y += sum.y;
+}
+
+/* -------------------------------------------------------------------------- values */
+
+/* Block 2 g + s of the warpgroup's sums has the value numbers from 128 g + 32 * warp + 16 s on:
+ * row y of a thread number 2 (lane / 4) + y of them. */
+using value_sums = float[2 * OF_HALF][32];
+
+/* The sums so far become ones of the new Rs and units. */
+template <typename Shared>
+__device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums &values,
+                        float2 &sums)
+{
+#pragma unroll
+    for (int g = 0; g < OF_HALF; g++) {
+        const float *factors = &shared.factor[own * OF_HALF + g][first_head()];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 factor = load_pair(factors, j);
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; i++) {
+                values[2 * g][i] *= i % 2 ? factor.y : factor.x;
+                values[2 * g + 1][i] *= i % 2 ? factor.y : factor.x;
+            }
+        }
+    }
+    if (tile % OWNERS == own) return; /* whose sums of weights have been */
+    const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[2 * lane_of_warp()]);
+    sums.x *= drop.x;
+    sums.y *= drop.y;
+}
+
+/* Adds the values of a tile to the warpgroup's half of the numbers of out. The products of one
+ * operand are under way while the next is made; half of the stage is given back when its bytes have
+ * been read. */
+template <typename Row, typename Shared>
+__device__ void add_values(Shared &shared, unsigned tile, int own, value_sums &values, float2 &sums)
+{
+    constexpr int TURNS = CHUNKS * OF_HALF * 2; /* operands */
+    const int stage = tile % STAGES, lane = lane_of_warp();
+    wait_warp(&shared.weighed, tile & 1);
+    if (__builtin_expect(shared.moved, false)) rescale(shared, tile, own, values, sums);
+    const uint32_t rows = ptx::shared_address(shared.latent[stage]) + lane % 16 * PITCH +
+                          own * (LATENT / OWNERS) + warp_of_group() * 32 + lane / 16 * 16;
+    const ptx::operand weight = ptx::operand_across_k<WEIGHT_BLOCK>(
+        ptx::shared_address(shared.weight[own * OF_HALF]));
+    uint32_t words[2][4], left[2][4]; /* bytes of two operands; their numbers */
+    ptx::load_transposed(words[0], rows);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        const int chunk = turn / 4, g = turn / 2 % 2, s = turn % 2, next = turn / 2 + 1;
+        if (s == 0 && next < TURNS / 2) {
+            ptx::load_transposed(words[next % 2],
+                                 rows + next / 2 * (CHUNK * PITCH) + next % 2 * 128);
+        }
+        if (turn >= 2) ptx::wait_products<1>();
+        const uint32_t *bytes = &words[turn / 2 % 2][2 * s];
+        uint32_t (&a)[4] = left[s], pairs[2];
+        ptx::from_e4m3(pairs, __byte_perm(bytes[0], 0, 0x3120));
+        a[0] = pairs[0];
+        a[1] = pairs[1];
+        ptx::from_e4m3(pairs, __byte_perm(bytes[1], 0, 0x3120));
+        a[2] = pairs[0];
+        a[3] = pairs[1];
+        ptx::fence_products();
+        ptx::multiply_left<__half, true>(
+            values[2 * g + s], a, weight.at(g * WEIGHT_BLOCK + chunk * CHUNK * ROW_BYTES), true);
+        ptx::commit_products();
+        if (turn + 1 == TURNS / 2) ptx::arrive(&shared.empty[stage][0]);
+    }
+    ptx::arrive(&shared.empty[stage][1]);
+    ptx::wait_products<0>();
+    ptx::arrive(&shared.taken);
+}
+
+/* The work of one of the two warpgroups that multiply: while the other weighs a tile it makes the
+ * scores of its own next one. */
+template <typename Row, typename Shared>
+__device__ void multiply_tiles(const smla_attend &work, Shared &shared, int own, value_sums &values,
+                               float2 &sums)
+{
+    const auto size_of = [&](unsigned tile) {
+        wait_warp(&shared.full[tile % STAGES], tile / STAGES & 1);
+        return shared.size[tile % STAGES];
+    };
+    tile_numbers scores;
+#pragma unroll 1
+    for (int tile = own - 1; tile < 0 || size_of(tile) > 0; tile++) {
+        if (tile % OWNERS == own) {
+            weigh<Row>(work, shared, tile, own, scores, sums);
+        } else if (size_of(tile + 1) > 0) {
+            multiply_scores<Row>(shared, tile + 1, scores);
+        }
+        if (tile >= 0) add_values<Row>(shared, tile, own, values, sums);
+    }
+}
+
+/* -------------------------------------------------------------------------- results */
+
+constexpr int OUT_PITCH = LATENT + 4; /* numbers: lanes of half a warp have banks of their own */
+
+/* Sums of values and of weights go to shared memory, where the operands were. */
+template <typename Shared>
+__device__ void gather_sums(Shared &shared, int own, const value_sums &values, const float2 &sums)
+{
+    static_assert(HEADS * OUT_PITCH * 4 <= offsetof(Shared, query_unit), "operands");
+    const int lane = lane_of_warp();
+    float *const to = reinterpret_cast<float *>(&shared) + first_head() * OUT_PITCH +
+                      own * (LATENT / OWNERS) + warp_of_group() * 32 + lane / QUAD * 2;
+    *reinterpret_cast<float2 *>(&shared.part_sum[own * WARPS + warp_of_group()][2 * lane]) = sums;
+#pragma unroll
+    for (int block = 0; block < 2 * OF_HALF; block++) {
+#pragma unroll
+        for (int i = 0; i < LANE_HEADS; i++) {
+            const int first = i / 2 * 4 + i % 2;
+            *reinterpret_cast<float2 *>(to + (i / 2 * 8 + i % 2) * OUT_PITCH + block / 2 * 128 +
+                                        block % 2 * 16) = make_float2(values[block][first],
+                                                                      values[block][first + 2]);
+        }
+    }
+}
+
+/* Largest score and sum of every head, and the factors of its sums of values. */
+template <typename Shared>
+__device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared)
+{
+    constexpr float LN_2 = 0.693147180559945f;
+    const smla_attend &work = launch.work;
+    const piece &piece = shared.piece;
+    const int of_block = threadIdx.x - GATHERERS, head = piece.head + of_block;
+    if (of_block >= HEADS) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < OWNERS * WARPS; warp++) sum += shared.part_sum[warp][of_block];
+    const float reference = shared.reference[of_block];
+    const float largest = sum == 0.0f ? -CUDART_INF_F : reference * LN_2;
+    /* from weights relative to R to weights relative to what of it a score can be */
+    float factor = sum == 0.0f ? 0.0f : ptx::exp2_fast(fmaf(-largest, LOG2_E, reference));
+    sum *= factor;
+    if (head < work.heads && launch.splits == 1) {
+        factor *= finish_head(work, piece.batch, piece.query, head, largest, sum);
+    } else if (head < work.heads) {
+        const int64_t at = (piece.split * (work.batch * work.s_q) + piece.row) * work.heads + head;
+        launch.part_max[at] = largest;
+        launch.part_sum[at] = sum;
+    }
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        shared.factor[g][of_block] = factor / shared.unit[g][of_block];
+    }
+}
+
+/* All value numbers, from number 0 of `row` on: a warp writes a group of a head. */
+template <typename Number, bool in_runs, typename Shared>
+__device__ void store_values(const smla_gpu_attend &launch, const Shared &shared, void *data,
+                             int64_t row, int64_t stride)
+{
+    constexpr int AT_ONCE = MULTIPLIERS / WARP / GROUPS; /* heads */
+    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
+    const int heads = min(HEADS, launch.work.heads - shared.piece.head);
+    const int group = warp % GROUPS, d = group * 128 + lane * RUN;
+    const float *values = reinterpret_cast<const float *>(&shared) + d;
+#pragma unroll 4
+    for (int head = warp / GROUPS; head < heads; head += AT_ONCE) {
+        const float factor = shared.factor[group][head];
+        float numbers[RUN];
+        load_run<float>(values, head * OUT_PITCH, numbers);
+#pragma unroll
+        for (int i = 0; i < RUN; i++) numbers[i] *= factor;
+        store_neighbours<Number, in_runs>(data, row + (shared.piece.head + head) * stride + d,
+                                          numbers);
+    }
+}
+
+template <typename Number, typename Shared>
+__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared, void *data,
+                              int64_t row, int64_t stride)
+{
+    const uintptr_t first = reinterpret_cast<uintptr_t>(static_cast<Number *>(data) + row);
+    if (first % (RUN * sizeof(Number)) == 0 && stride % RUN == 0) {
+        store_values<Number, true>(launch, shared, data, row, stride);
+    } else {
+        store_values<Number, false>(launch, shared, data, row, stride);
+    }
+}
+
+/* To out, or as a part of it to the workspace. */
+template <typename Shared>
+__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared)
+{
+    const smla_attend &work = launch.work;
+    const piece &piece = shared.piece;
+    const bool is_part = launch.splits > 1;
+    void *data = is_part ? launch.part_out : work.out.data;
+    const int64_t row = is_part ? (piece.split * (work.batch * work.s_q) + piece.row) * work.heads *
+                                      LATENT
+                                : element_of(work.out, piece.batch, piece.query, 0);
+    const int64_t stride = is_part ? LATENT : work.out.stride[2];
+    if (is_part || work.out.dtype == SMLA_FLOAT32) {
+        store_results<float>(launch, shared, data, row, stride);
+    } else {
+        store_results<__nv_bfloat16>(launch, shared, data, row, stride);
+    }
+}
+
+/* -------------------------------------------------------------------------- the kernel */
+
+template <typename Shared> __device__ void init_barriers(Shared &shared)
+{
+    for (int stage = 0; stage < STAGES; stage++) {
+        ptx::init_phases(&shared.full[stage], COPY_WARPS * WARP);
+        for (int half = 0; half < COPY_WARPS; half++) {
+            ptx::init_phases(&shared.empty[stage][half], MULTIPLIERS);
+        }
+    }
+    for (int stage = 0; stage < ROPE_STAGES; stage++) {
+        ptx::init_phases(&shared.rope_empty[stage], ptx::WARPGROUP);
+    }
+    ptx::init_phases(&shared.weighed, ptx::WARPGROUP);
+    ptx::init_phases(&shared.taken, MULTIPLIERS);
+    for (int tile = 0; tile < KNOWN_TILES; tile++) {
+        ptx::init_phases(&shared.known[tile], WARP);
+        ptx::init_phases(&shared.read[tile], COPY_WARPS * WARP);
+    }
+    for (int warp = 0; warp < LOOK_UP_WARPS; warp++) ptx::init_phases(&shared.turn[warp], WARP);
+}
+
+/* No head has an R, no sum a unit. */
+template <typename Shared> __device__ void init_references(Shared &shared)
+{
+    const int thread = threadIdx.x;
+    if (thread < HEADS) {
+        shared.reference[thread] = 0.0f;
+        for (int g = 0; g < GROUPS; g++) shared.unit[g][thread] = LARGEST_POWER;
+    }
+    if (thread < HEADS / WARP) shared.fresh[thread] = ~0u;
+    if (thread < GROUPS) shared.smallest_yet[thread] = CUDART_INF_F;
+    if (thread == 0) shared.wild = 0;
+}
+
+template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_attend &parameters)
+{
+    using Row = packed_row<d_qk>;
+    using Shared = shared_state<Row>;
+    static_assert(sizeof(Shared) == shared_bytes, "sm90_kernels.h");
+    static_assert(shared_bytes + 1024 <= 227 * 1024, "what Hopper gives a block");
+    extern __shared__ __align__(1024) unsigned char operands[];
+    Shared &shared = *reinterpret_cast<Shared *>(operands);
+
+    ptx::allow_next_launch();
+    copy_parameters(parameters, shared.launch);
+    if (threadIdx.x == 0) {
+        shared.first_fault = ~0ull;
+        shared.faults = 0;
+        shared.found = 0;
+        init_barriers(shared);
+    }
+    init_references(shared);
+    __syncthreads();
+    const smla_gpu_attend &launch = shared.launch;
+    const smla_attend &work = launch.work;
+    const piece piece = piece_of_block(launch, blockIdx.x, HEADS);
+    if (threadIdx.x == 0) shared.piece = piece;
+    if (threadIdx.x < GATHERERS) {
+        ptx::keep_registers<GATHER_REGISTERS>();
+        prefetch_first_indices<GATHERERS>(work, piece);
+        fault_tally faults = {};
+        open_rows(work, piece, shared.rows, faults);
+        if (faults.count) note_fault(shared, faults.entry, faults.cause, faults.source);
+        sync_roles(BARRIER_GATHER, GATHERERS);
+        const int warp = threadIdx.x / WARP;
+        if (warp < LOOK_UP_WARPS) {
+            look_up_tiles<Row>(launch, shared, warp);
+        } else {
+            copy_tiles<Row>(shared, warp - LOOK_UP_WARPS);
+        }
+    } else {
+        ptx::take_registers<MULTIPLY_REGISTERS>();
+        const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;
+        store_query<Row>(work, piece, shared);
+        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        float2 sums = {};
+        value_sums values;
+#pragma unroll
+        for (int block = 0; block < 2 * OF_HALF; block++) {
+#pragma unroll
+            for (int i = 0; i < 32; i++) values[block][i] = 0.0f;
+        }
+        multiply_tiles<Row>(work, shared, own, values, sums);
+        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        gather_sums(shared, own, values, sums);
+        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        finish_heads(launch, shared);
+        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        store_results(launch, shared);
+    }
+    __syncthreads(); /* nobody leaves while others still wait at a barrier */
+    report_noted(launch, shared);
+}
+
+} // namespace packed
