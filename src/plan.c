@@ -164,8 +164,10 @@ struct split_shape {
     int64_t multiprocessors;
     int64_t resident; /* blocks that one of them holds */
     int64_t tiles;    /* of a row */
-    /* In the time of a tile: a block's start and end, merging a part of a piece. */
-    double start_and_end, merging;
+    /* In the time of a tile: a block's start and end, the merging's, and a part of a piece in it,
+     * where so many pieces count. */
+    double start_and_end, merging_start, merging;
+    int64_t merged_pieces;
 };
 
 /* What `splits` parts of a row cost, in the time of a tile: every round of blocks its longest part
@@ -174,11 +176,12 @@ struct split_shape {
 static double split_cost(const struct split_shape *shape, int64_t splits)
 {
     const double sharing = 0.6;
+    int64_t merged = shape->pieces < shape->merged_pieces ? shape->pieces : shape->merged_pieces;
     int64_t deep = ceil_div(shape->pieces * splits, shape->multiprocessors);
     int64_t beside = deep < shape->resident ? deep : shape->resident;
     return (double)ceil_div(deep, shape->resident) * (1.0 + sharing * (double)(beside - 1)) *
                ((double)ceil_div(shape->tiles, splits) + shape->start_and_end) +
-           shape->merging * (double)(splits * (shape->pieces < 8 ? shape->pieces : 8));
+           (splits > 1 ? shape->merging_start : 0.0) + shape->merging * (double)(splits * merged);
 }
 
 /* The splits of the least cost, the fewest of equals. Of those whose longest part has the same
@@ -234,19 +237,22 @@ static void plan_sm80(const struct smla_attend *work, const struct smla_target *
         .resident = resident,
         .start_and_end = 5.0,
         .merging = 0.035,
+        .merged_pieces = 8,
     };
     set_tile_splits(work, sm80_tile(plan->head_tile), &shape, plan);
 }
 
 /* Whether Hopper's own products pay: for more heads than a block of sm80 for few of them has, with
- * so many blocks of 64 heads that faster tiles make up for a longer start. Where a row's bits must
- * not depend on the number of rows, all take sm80. */
+ * so many blocks of 64 heads that faster tiles make up for a longer start. Packed rows are so much
+ * faster that half empty blocks pay, too, where there are blocks for most multiprocessors. Where a
+ * row's bits must not depend on the number of rows, all take sm80. */
 static bool sm90_pays(const struct smla_attend *work)
 {
-    enum { FEW_HEADS = 32, FEW_PIECES = 8, FEW_ENTRIES = 512 };
-    return !work->batch_invariant && work->heads > FEW_HEADS &&
-           rows_of(work) * ceil_div(work->heads, SMLA_SM90_HEADS) >= FEW_PIECES &&
-           entries_of(work) >= FEW_ENTRIES;
+    enum { FEW_HEADS = 32, FEW_PIECES = 8, FEW_ENTRIES = 512, VERY_FEW_HEADS = 16, PIECES = 64 };
+    int64_t pieces = rows_of(work) * ceil_div(work->heads, SMLA_SM90_HEADS);
+    if (work->batch_invariant || entries_of(work) < FEW_ENTRIES) return false;
+    if (work->heads > FEW_HEADS) return pieces >= FEW_PIECES;
+    return work->source[0].format != SMLA_DENSE && work->heads > VERY_FEW_HEADS && pieces >= PIECES;
 }
 
 /* Hopper's own products, for 64 heads of a row at once. */
@@ -262,8 +268,10 @@ static void plan_sm90(const struct smla_attend *work, const struct smla_target *
     struct split_shape shape = {
         .multiprocessors = target->multiprocessors,
         .resident = 1,
-        .start_and_end = 3.0,
+        .start_and_end = 5.0,
+        .merging_start = 3.0,
         .merging = 0.02,
+        .merged_pieces = INT64_MAX,
     };
     set_tile_splits(work, tile, &shape, plan);
 }

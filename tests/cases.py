@@ -42,7 +42,7 @@ class Source:
     holes: float = 0.1  # share of -1 in the block table
     faults: tuple[str, ...] = ()  # of: index, slot, logical, block, topk, seq
     magnitude: float = 1.0  # of the cache's numbers
-    scales: str = "amax"  # "wild": 0, 2^60 and 2^-60 in one packed row
+    scales: str = "amax"  # "wild": 0, 2^60 and 2^-60 in one packed row; "far": of few rows 2^±40
     layout: str = "contiguous"  # of the cache, see LAYOUTS
     ndim: int = 3  # 2: (num_slots, row), only with block_size 1; 4: a 1 before the row
     byte_dtype: str = "uint8"  # or float8_e4m3fn
@@ -249,6 +249,11 @@ def _rows(source: Source, d_qk: int, dtype: np.dtype, count: int, rng: np.random
         scales = np.tile(np.array([0.0, 0.0, 2.0**60, 2.0**-60], "<f4"), (count, 1))
         scales[:, 0] = rng.uniform(0.3, 3, count) * source.magnitude / 448
         raw[:, 512:528] = scales.view(np.uint8)
+    if source.scales == "far":
+        scales = raw[:, 512:528].copy().view("<f4")
+        far = rng.random(count) < 0.01
+        scales[far, 2] *= np.float32(2.0) ** rng.integers(-40, 40, np.count_nonzero(far))
+        raw[:, 512:528] = scales.view(np.uint8)
     return raw
 
 
@@ -287,8 +292,10 @@ def _make_query(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     dtype = DTYPES[case.dtype]
     shape = (*case.leading, case.heads, case.d_qk)
     numbers = rng.standard_normal(shape, np.float32)
-    if any(source and source.scales == "wild" for source in (case.main, case.extra)):
-        numbers[..., 256:384] = 0  # the group whose scale is 2^60 must not decide the scores alone
+    if any(source and source.scales != "amax" for source in (case.main, case.extra)):
+        numbers[..., 256:384] = (
+            0  # the group of the largest scales must not decide the scores alone
+        )
     if case.nan == "q" and numbers.size:
         numbers[tuple(rng.integers(0, n) for n in shape)] = np.nan
     numbers = numbers.astype(dtype)
@@ -397,6 +404,7 @@ SMALL = Source(topk=12, num_blocks=4, block_size=4, max_blocks=3)
 FP8 = Source(cache_format="fp8_ds_mla")
 NOROPE = Source(cache_format="fp8_ds_mla_norope")
 TENSOR = Source(cache_format="fp8_tensor")
+FAR = {"scales": "far", "topk": 700, "num_blocks": 64, "block_size": 16}
 ALL = replace(PAGED, topk=None)
 
 # A number in a comment is that of a public report: an input on which another decoder went wrong.
@@ -413,6 +421,8 @@ CASES = [
     Case("fp8_typed_bytes", main=replace(FP8, byte_dtype="float8_e4m3fn")),
     Case("wild_scales", main=replace(FP8, scales="wild"), out="float32"),  # 1, 57
     Case("wild_scales_norope", main=replace(NOROPE, scales="wild"), d_qk=512, out="float32"),
+    Case("far_scales", heads=64, main=replace(FP8, **FAR), spread=8, out="float32"),
+    Case("far_scales_norope", heads=40, main=replace(NOROPE, **FAR), d_qk=512, out="float32"),
     Case("random_unused_bytes", main=replace(FP8, unused="random")),  # 49, 68
     # heads and widths: 34, 35, 58
     *(Case(f"heads_{n}", heads=n, main=SMALL) for n in (1, 2, 6, 8, 12, 15, 17, 24, 33, 48, 96)),

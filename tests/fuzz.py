@@ -95,7 +95,7 @@ def draw_source(draw: Draw, formats: list[str], positions: bool, big: bool) -> S
         holes=draw.one(0.0, 0.1, 0.1, 0.5),
         faults=draw.some(0.3, "index", "slot", "logical", "block", "topk", "seq") if faulty else (),
         magnitude=draw.one(0.1, 1.0, 5.0),
-        scales="wild" if "ds_mla" in cache_format and draw.chance(0.2) else "amax",
+        scales=draw.one("wild", "far") if "ds_mla" in cache_format and draw.chance(0.3) else "amax",
         layout=draw.one("contiguous", *CACHE_LAYOUTS),
         ndim=draw.one(2, 3) if block_size == 1 else draw.one(3, 3, 4),
         byte_dtype=draw.one("uint8", "uint8", "float8_e4m3fn") if bytes_of_row else "uint8",

@@ -293,7 +293,7 @@ def test_hopper_kernels_run_where_they_are_asked_for(fake: Path) -> None:
         {**MANY, "cache_format": "fp8_ds_mla", "topk": 63},
         {**MANY, "d_qk": 512, "cache_format": "fp8_ds_mla_norope", "batch_invariant": True},
     ]
-    tiles = [32, 32, 48, 48]
+    tiles = [32, 32, 64, 64]
     plans = planned(fake, shapes, **HOPPER, SPARSE_MLA_KERNEL="sm90")
     for plan, tile in zip(plans, tiles, strict=True):
         assert (plan["kernel"], plan["head_tile"], plan["split_entries"] % tile) == ("sm90", 64, 0)
@@ -310,6 +310,9 @@ def test_hopper_kernels_run_where_they_are_asked_for(fake: Path) -> None:
         ("sm90", {"batch": 4}),
         ("sm80", {"batch": 3}),
         ("sm80", {"heads": 32, "batch": 4096}),
+        ("sm90", {"heads": 17, "batch": 64, "cache_format": "fp8_ds_mla"}),
+        ("sm80", {"heads": 16, "batch": 64, "cache_format": "fp8_ds_mla"}),
+        ("sm80", {"heads": 32, "batch": 63, "cache_format": "fp8_ds_mla"}),
         ("sm90", {"topk": 512}),
         ("sm80", {"topk": 511}),
         ("sm80", {"batch_invariant": True}),
@@ -322,6 +325,13 @@ def test_hopper_kernels_run_where_they_pay(kernel: str, changed: dict, fake: Pat
     assert planned(fake, shapes, **HOPPER)[0]["kernel"] == kernel
     for compute in ("80", "89", "100", "120"):
         assert planned(fake, shapes, FAKE_CUDA_COMPUTE=compute)[0]["kernel"] == "sm80"
+
+
+@needs_kernels
+def test_hopper_kernels_split_rows_only_where_merging_is_less(fake: Path) -> None:
+    shapes = [{**MANY, "cache_format": "fp8_ds_mla", "batch": rows} for rows in (4, 100, 4096)]
+    plans = planned(fake, shapes, **HOPPER)
+    assert [plan["splits"] > 1 for plan in plans] == [True, False, False]
 
 
 @needs_kernels
