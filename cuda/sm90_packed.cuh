@@ -166,7 +166,7 @@ __device__ float2 load_pair(const float *first, int j)
     return *reinterpret_cast<const float2 *>(first + 8 * j);
 }
 
-/* The scale of a thread's row y. */
+/* The scales of a thread's row 0; scale_at has those of its row y. */
 template <typename Shared>
 __device__ const uint8_t *first_scales(const Shared &shared, unsigned tile)
 {
@@ -372,7 +372,7 @@ __device__ void multiply_scores(Shared &shared, unsigned tile, tile_numbers &sco
         }
     }
     if constexpr (Row::HAS_ROPE) {
-        const int lane = lane_of_warp();
+        const int lane = lane_of_warp(); /* anew: registers are short */
         const uint32_t first = ptx::shared_address(shared.rope[tile % ROPE_STAGES]) +
                                swapped(warp_of_group() * 16 + lane % 16, lane / 16);
         uint32_t rope[K_STEPS][4];
@@ -727,7 +727,8 @@ __device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums
 
 /* Adds the values of a tile to the warpgroup's half of the numbers of out. The products of one
  * operand are under way while the next is made; half of the stage is given back when its bytes have
- * been read. */
+ * been read. Transposed, a word has two neighbours of each of two entries: they change places, so
+ * that an operand's pairs are of one number and two entries. */
 template <typename Row, typename Shared>
 __device__ void add_values(Shared &shared, unsigned tile, int own, value_sums &values, float2 &sums)
 {
