@@ -1,5 +1,5 @@
 /* What the kernels of Hopper's own products have in common: how threads wait for one another,
- * operands in shared memory, the looking up of rows, q's numbers, the report of faults. Each of
+ * operands in shared memory, the looking up of rows, q as an operand, the report of faults. Each of
  * these kernels has a block of 64 heads, and warps that only gather: two of them look the valid
  * entries of the block's split up, others copy their rows. */
 #pragma once
@@ -245,7 +245,7 @@ template <typename Shared> __device__ int wait_for_tile(Shared &shared, unsigned
     return shared.known_size[tile % KNOWN_TILES];
 }
 
-/* -------------------------------------------------------------------------- q's numbers */
+/* -------------------------------------------------------------------------- the query */
 
 /* 8 numbers of q. */
 template <bool aligned> __device__ uint4 load_eight(const uint16_t *numbers)
@@ -282,6 +282,75 @@ __device__ float power_for(float largest, float &unit)
     const int exponent = max(exponent_of(largest) - 14, -113);
     unit = power_of_two(exponent);
     return power_of_two(-exponent);
+}
+
+/* q as an operand. Of the latent numbers a warp takes every eighth head, a lane 16 numbers of each,
+ * those of one step, all of which are asked for before the first is looked at. Where a lane of the
+ * products has four neighbours of a step's numbers (e4m3 ones), columns 2 c, 2 c + 1, 2 c + 8 and
+ * 2 c + 9 of the operand are numbers 4 c to 4 c + 3. */
+template <typename Row, bool aligned, typename Shared>
+__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    constexpr int WARPS = Row::MULTIPLIERS / WARP, OF_WARP = HEADS / WARPS;
+    constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
+    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - Row::GATHERERS) / WARP;
+    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
+#pragma unroll
+    for (int i = 0; i < OF_WARP; i++) {
+        const int head = min(piece.head + i * WARPS + warp, work.heads - 1);
+        const uint16_t *numbers = query_number(work, piece, head, lane * 16);
+        pieces[i][0] = load_eight<aligned>(numbers);
+        pieces[i][1] = load_eight<aligned>(numbers + 8);
+    }
+    if (Row::HAS_ROPE) {
+#pragma unroll
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            const int head = piece.head + (i * WARPS + warp) * ROPE_HEADS + lane / 8;
+            rope[i] = load_eight<aligned>(
+                query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OF_WARP; i++) {
+        const int of_block = i * WARPS + warp;
+        const float largest = fmaxf(largest_of_piece(pieces[i][0]), largest_of_piece(pieces[i][1]));
+        float unit;
+        const float factor = power_for(lanes_max<WARP>(largest), unit);
+        uint8_t (*const block)[ROW_BYTES] = shared.query[lane / 4];
+        if constexpr (Row::NEIGHBOURS) {
+            const uint4 first = scale_piece(pieces[i][0], factor);
+            const uint4 second = scale_piece(pieces[i][1], factor);
+            store_piece(block, of_block, lane % 4 * 2,
+                        make_uint4(first.x, first.z, second.x, second.z));
+            store_piece(block, of_block, lane % 4 * 2 + 1,
+                        make_uint4(first.y, first.w, second.y, second.w));
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                store_piece(block, of_block, lane % 4 * 2 + half,
+                            scale_piece(pieces[i][half], factor));
+            }
+        }
+        if (lane == 0) shared.query_unit[of_block] = unit;
+    }
+    if (Row::HAS_ROPE) {
+#pragma unroll
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            store_piece(shared.query[Row::BLOCKS - 1], (i * WARPS + warp) * ROPE_HEADS + lane / 8,
+                        lane % 8, rope[i]);
+        }
+    }
+}
+
+template <typename Row, typename Shared>
+__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    if (is_query_aligned(work, 16)) {
+        store_heads<Row, true>(work, piece, shared);
+    } else {
+        store_heads<Row, false>(work, piece, shared);
+    }
+    ptx::publish_operands();
 }
 
 /* -------------------------------------------------------------------------- faults */

@@ -66,8 +66,11 @@ template <int d_qk> struct dense_row {
     static constexpr int PIECES = 4; /* of 16 latent bytes, of a lane */
     static constexpr int ROPE_LANES = HAS_ROPE ? 8 : 0;
     static constexpr int TILE = SMLA_SM90_DENSE_TILE;
-    static constexpr int STAGES = 3;         /* of a tile each */
-    static constexpr bool PREFETCHED = true; /* into L2, when looked up */
+    static constexpr int STAGES = 3;          /* of a tile each */
+    static constexpr bool PREFETCHED = true;  /* into L2, when looked up */
+    static constexpr bool NEIGHBOURS = false; /* whether a lane of the products has four of a row */
+    static constexpr int GATHERERS = dense::GATHERERS;
+    static constexpr int MULTIPLIERS = dense::MULTIPLIERS;
     static constexpr int CHUNKS = TILE / CHUNK;
     static constexpr int CACHE_BLOCK = TILE * ROW_BYTES; /* bytes of a block of an operand */
     static constexpr int PASS = WARP / LANES;            /* rows of a warp at once */
@@ -162,7 +165,6 @@ template <typename Row> __device__ lane_share share_of_lane()
 template <typename Row> struct row_pieces {
     uint4 latent[Row::PIECES];
     uint4 rope;
-    float scale; /* undoes the row's power */
 };
 
 template <typename Row> __device__ bool has_rope(const lane_share &share)
@@ -184,7 +186,6 @@ __device__ row_pieces<Row> load_row(const lane_share &share, const uint8_t *byte
         pieces.rope = ptx::load_once(bytes + Row::ROPE_AT + share.part * 16,
                                      bytes && has_rope<Row>(share));
     }
-    pieces.scale = 0.0f;
     return pieces;
 }
 
@@ -215,14 +216,13 @@ __device__ row_pieces<Row> take_row(const landing<Row> &landing, const lane_shar
 #pragma unroll
     for (int p = 0; p < Row::PIECES; p++) pieces.latent[p] = landing.latent[p][lane];
     if (has_rope<Row>(share)) pieces.rope = landing.rope[lane];
-    pieces.scale = 0.0f;
     return pieces;
 }
 
 /* Writes the pieces of a row as the products want them. */
 template <typename Row, typename Shared>
 __device__ void store_row(Shared &shared, int stage, int pass, const lane_share &share,
-                          row_pieces<Row> &pieces)
+                          const row_pieces<Row> &pieces)
 {
     const int row = pass * Row::PASS + share.row;
     auto *blocks = shared.cache[stage];
@@ -231,11 +231,12 @@ __device__ void store_row(Shared &shared, int stage, int pass, const lane_share 
     for (int p = 0; p < Row::PIECES; p++) {
         largest = fmaxf(largest, largest_of_piece(pieces.latent[p]));
     }
-    const float factor = power_for(lanes_max<Row::LANES>(largest), pieces.scale);
+    float unit;
+    const float factor = power_for(lanes_max<Row::LANES>(largest), unit);
     if (has_rope<Row>(share)) {
         store_piece(blocks[Row::BLOCKS - 1], row, share.part, pieces.rope);
     }
-    if (share.part == 0) shared.scale[stage][row] = pieces.scale;
+    if (share.part == 0) shared.scale[stage][row] = unit;
     constexpr int OF_BLOCK = 8; /* pieces */
     constexpr int PITCH = Row::LANES / OF_BLOCK * Row::CACHE_BLOCK;
     const int at = share.part / OF_BLOCK * Row::CACHE_BLOCK + swapped(row, share.part % OF_BLOCK);
@@ -255,9 +256,10 @@ template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shar
 {
     const lane_share share = share_of_lane<Row>();
     landing<Row> &landing = shared.landing[threadIdx.x / WARP];
-    int ends = INT_MAX;                      /* the first tile that is empty */
-    const auto is_last = [](unsigned pass) { /* of the warp's in its tile */
-                                             return pass % Row::PASSES + COPY_WARPS >= Row::PASSES;
+    int ends = INT_MAX; /* the first tile that is empty */
+    /* Whether a pass is the warp's last in its tile. */
+    const auto is_last = [](unsigned pass) {
+        return pass % Row::PASSES + COPY_WARPS >= Row::PASSES;
     };
     const auto find_row = [&](unsigned pass, int &size) -> const uint8_t * {
         const unsigned tile = pass / Row::PASSES;
@@ -305,65 +307,6 @@ template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shar
         }
         if (asked) ask_for_row(landing, share, find_row(pass + COPY_WARPS, next_size));
     }
-}
-
-/* -------------------------------------------------------------------------- the query */
-
-/* q as an operand. Of the latent numbers a warp takes every eighth head, a lane 16 numbers of each,
- * all of which are asked for before the first is looked at. */
-template <typename Row, bool aligned, typename Shared>
-__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
-{
-    constexpr int WARPS = MULTIPLIERS / WARP, OF_WARP = HEADS / WARPS;
-    constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
-    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
-    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
-#pragma unroll
-    for (int i = 0; i < OF_WARP; i++) {
-        const int head = min(piece.head + i * WARPS + warp, work.heads - 1);
-        const uint16_t *numbers = query_number(work, piece, head, lane * 16);
-        pieces[i][0] = load_eight<aligned>(numbers);
-        pieces[i][1] = load_eight<aligned>(numbers + 8);
-    }
-    if (Row::HAS_ROPE) {
-#pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
-            const int head = piece.head + (i * WARPS + warp) * ROPE_HEADS + lane / 8;
-            rope[i] = load_eight<aligned>(
-                query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < OF_WARP; i++) {
-        const int of_block = i * WARPS + warp;
-        const float largest = fmaxf(largest_of_piece(pieces[i][0]), largest_of_piece(pieces[i][1]));
-        float unit;
-        const float factor = power_for(lanes_max<WARP>(largest), unit);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            store_piece(shared.query[lane / 4], of_block, lane % 4 * 2 + half,
-                        scale_piece(pieces[i][half], factor));
-        }
-        if (lane == 0) shared.query_unit[of_block] = unit;
-    }
-    if (Row::HAS_ROPE) {
-#pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
-            store_piece(shared.query[Row::BLOCKS - 1], (i * WARPS + warp) * ROPE_HEADS + lane / 8,
-                        lane % 8, rope[i]);
-        }
-    }
-}
-
-template <typename Row, typename Shared>
-__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
-{
-    if (is_query_aligned(work, 16)) {
-        store_heads<Row, true>(work, piece, shared);
-    } else {
-        store_heads<Row, false>(work, piece, shared);
-    }
-    ptx::publish_operands();
 }
 
 /* -------------------------------------------------------------------------- scores */
@@ -569,8 +512,8 @@ __device__ chunk_scales load_chunk_scales(const Shared &shared, int stage, int c
     return {load_scales(shared, stage, chunk * 2), load_scales(shared, stage, chunk * 2 + 1)};
 }
 
-/* w of a chunk's entries: the left operand of their values. `turns` is TURN
- * times the number of the thread's first entry. */
+/* w of a chunk's entries: the left operand of their values. `turns` is TURN times the number of the
+ * thread's first entry. */
 template <typename Row>
 __device__ void round_weights(int chunk, const tile_numbers<Row> &weights,
                               const chunk_scales &scales, const float (&unit)[2], uint32_t turns,

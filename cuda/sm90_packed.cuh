@@ -88,6 +88,9 @@ template <int d_qk> struct packed_row {
     static constexpr int ROPE_AT = PITCH; /* bytes */
     static constexpr int BYTES = ROPE_AT + (HAS_ROPE ? ROPE * 2 : 0);
     static constexpr bool PREFETCHED = false; /* it made no difference */
+    static constexpr bool NEIGHBOURS = true;
+    static constexpr int GATHERERS = packed::GATHERERS;
+    static constexpr int MULTIPLIERS = packed::MULTIPLIERS;
 };
 
 template <typename Row> struct shared_state {
@@ -261,68 +264,6 @@ template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shar
         if (half == 0 && lane_of_warp() == 0) shared.size[stage] = size;
         ptx::arrive_after_copies(&shared.full[stage]);
     }
-}
-
-/* -------------------------------------------------------------------------- the query */
-
-/* q as an operand. Of the latent numbers a warp takes every eighth head, a lane 16 numbers of each,
- * those of one step, all of which are asked for before the first is looked at. Of a step's numbers
- * a lane of the products has four neighbours of a row: columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of
- * the operand are numbers 4 c to 4 c + 3. */
-template <typename Row, bool aligned, typename Shared>
-__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
-{
-    constexpr int ALL_WARPS = MULTIPLIERS / WARP, OF_WARP = HEADS / ALL_WARPS;
-    constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
-    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
-    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
-#pragma unroll
-    for (int i = 0; i < OF_WARP; i++) {
-        const int head = min(piece.head + i * ALL_WARPS + warp, work.heads - 1);
-        const uint16_t *numbers = query_number(work, piece, head, lane * 16);
-        pieces[i][0] = load_eight<aligned>(numbers);
-        pieces[i][1] = load_eight<aligned>(numbers + 8);
-    }
-    if (Row::HAS_ROPE) {
-#pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
-            const int head = piece.head + (i * ALL_WARPS + warp) * ROPE_HEADS + lane / 8;
-            rope[i] = load_eight<aligned>(
-                query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < OF_WARP; i++) {
-        const int of_block = i * ALL_WARPS + warp;
-        const float largest = fmaxf(largest_of_piece(pieces[i][0]), largest_of_piece(pieces[i][1]));
-        float unit;
-        const float factor = power_for(lanes_max<WARP>(largest), unit);
-        const uint4 first = scale_piece(pieces[i][0], factor);
-        const uint4 second = scale_piece(pieces[i][1], factor);
-        store_piece(shared.query[lane / 4], of_block, lane % 4 * 2,
-                    make_uint4(first.x, first.z, second.x, second.z));
-        store_piece(shared.query[lane / 4], of_block, lane % 4 * 2 + 1,
-                    make_uint4(first.y, first.w, second.y, second.w));
-        if (lane == 0) shared.query_unit[of_block] = unit;
-    }
-    if (Row::HAS_ROPE) {
-#pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
-            store_piece(shared.query[Row::BLOCKS - 1],
-                        (i * ALL_WARPS + warp) * ROPE_HEADS + lane / 8, lane % 8, rope[i]);
-        }
-    }
-}
-
-template <typename Row, typename Shared>
-__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
-{
-    if (is_query_aligned(work, 16)) {
-        store_heads<Row, true>(work, piece, shared);
-    } else {
-        store_heads<Row, false>(work, piece, shared);
-    }
-    ptx::publish_operands();
 }
 
 /* -------------------------------------------------------------------------- scores */

@@ -44,8 +44,8 @@ __device__ inline void prefetch_bulk(const void *pointer, int bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(pointer), "r"(bytes));
 }
 
-/* 16 bytes that are read once, or zeros where there is nothing. In the order of the
- * program: loads that are to be under way together stay together. */
+/* 16 bytes that are read once, or zeros where there is nothing. In the order of the program: loads
+ * that are to be under way together stay together. */
 __device__ inline uint4 load_once(const void *pointer, bool present)
 {
     uint4 words;

@@ -242,6 +242,11 @@ static void plan_sm80(const struct smla_attend *work, const struct smla_target *
     set_tile_splits(work, sm80_tile(plan->head_tile), &shape, plan);
 }
 
+static bool is_packed(const struct smla_attend *work)
+{
+    return work->source[0].format != SMLA_DENSE;
+}
+
 /* Whether Hopper's own products pay: for more heads than a block of sm80 for few of them has, with
  * so many blocks of 64 heads that faster tiles make up for a longer start. Packed rows are so much
  * faster that half empty blocks pay, too, where there are blocks for most multiprocessors. Where a
@@ -252,15 +257,14 @@ static bool sm90_pays(const struct smla_attend *work)
     int64_t pieces = rows_of(work) * ceil_div(work->heads, SMLA_SM90_HEADS);
     if (work->batch_invariant || entries_of(work) < FEW_ENTRIES) return false;
     if (work->heads > FEW_HEADS) return pieces >= FEW_PIECES;
-    return work->source[0].format != SMLA_DENSE && work->heads > VERY_FEW_HEADS && pieces >= PIECES;
+    return is_packed(work) && work->heads > VERY_FEW_HEADS && pieces >= PIECES;
 }
 
 /* Hopper's own products, for 64 heads of a row at once. */
 static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
                       int32_t line, struct smla_plan *plan)
 {
-    int64_t tile = work->source[0].format == SMLA_DENSE ? SMLA_SM90_DENSE_TILE
-                                                        : SMLA_SM90_PACKED_TILE;
+    int64_t tile = is_packed(work) ? SMLA_SM90_PACKED_TILE : SMLA_SM90_DENSE_TILE;
     plan->kernel = "sm90";
     plan->head_tile = SMLA_SM90_HEADS;
     plan->kernel_id = TENSOR_CORES[line].sm90;

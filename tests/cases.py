@@ -293,9 +293,8 @@ def _make_query(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     shape = (*case.leading, case.heads, case.d_qk)
     numbers = rng.standard_normal(shape, np.float32)
     if any(source and source.scales != "amax" for source in (case.main, case.extra)):
-        numbers[..., 256:384] = (
-            0  # the group of the largest scales must not decide the scores alone
-        )
+        # the group of the largest scales must not decide the scores alone
+        numbers[..., 256:384] = 0
     if case.nan == "q" and numbers.size:
         numbers[tuple(rng.integers(0, n) for n in shape)] = np.nan
     numbers = numbers.astype(dtype)
