@@ -97,8 +97,33 @@ __device__ void open_rows(const smla_attend &work, const piece &piece, smla_row 
     }
 }
 
-/* Only without contention does a block wait for the bus: a report that another block is writing,
- * or that the host has not taken yet, is left alone. All threads of a block call it. */
+/* What one thread of a block reports: the first of `count` faults. Only without contention does it
+ * wait for the bus: a report that another block is writing, or that the host has not taken yet, is
+ * left alone. */
+__device__ void send_fault(const smla_gpu_attend &launch, const smla_row (&rows)[2],
+                           const fault_tally &faults, unsigned count)
+{
+    if (atomicCAS(launch.fault_lock, 0u, 1u) != 0u) return;
+    volatile smla_fault_slot *slot = launch.fault;
+    if (!slot->full) {
+        const smla_attend &work = launch.work;
+        __shared__ smla_fault fault;
+        int64_t j = faults.entry - (faults.source == 1 ? work.source[0].topk : 0);
+        smla_fault_at(&work, faults.source, &rows[faults.source], j, (smla_cause)faults.cause,
+                      &fault);
+        const bool of_row = faults.cause >= SMLA_FAULT_REQUEST;
+        const int64_t all_rows = work.batch * work.s_q;
+        fault.count = of_row ? 1 : count;
+        fault.total = of_row ? all_rows : all_rows * work.source[faults.source].topk;
+        launch.fault->fault = fault;
+        __threadfence_system();
+        slot->full = 1;
+        __threadfence_system();
+    }
+    atomicExch(launch.fault_lock, 0u);
+}
+
+/* Reports the first of what the threads of a block have found. All of them call it. */
 __device__ void report_faults(const smla_gpu_attend &launch, const piece &piece,
                               const smla_row (&rows)[2], const fault_tally &faults)
 {
@@ -118,26 +143,7 @@ __device__ void report_faults(const smla_gpu_attend &launch, const piece &piece,
         atomicAdd(&count, (unsigned int)faults.count);
     }
     __syncthreads();
-    if (!faults.count || mine != first) return;
-
-    if (atomicCAS(launch.fault_lock, 0u, 1u) != 0u) return;
-    volatile smla_fault_slot *slot = launch.fault;
-    if (!slot->full) {
-        const smla_attend &work = launch.work;
-        __shared__ smla_fault fault;
-        int64_t j = faults.entry - (faults.source == 1 ? work.source[0].topk : 0);
-        smla_fault_at(&work, faults.source, &rows[faults.source], j, (smla_cause)faults.cause,
-                      &fault);
-        const bool of_row = faults.cause >= SMLA_FAULT_REQUEST;
-        const int64_t all_rows = work.batch * work.s_q;
-        fault.count = of_row ? 1 : count;
-        fault.total = of_row ? all_rows : all_rows * work.source[faults.source].topk;
-        launch.fault->fault = fault;
-        __threadfence_system();
-        slot->full = 1;
-        __threadfence_system();
-    }
-    atomicExch(launch.fault_lock, 0u);
+    if (faults.count && mine == first) send_fault(launch, rows, faults, count);
 }
 
 /* -------------------------------------------------------------------------- results */

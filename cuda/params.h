@@ -253,20 +253,25 @@ struct smla_gpu_gather {
     uint32_t reserved;
 };
 
-/* One launch of attend on a GPU: the work and how it is cut. Block x takes split x % splits of
- * head tile x / splits % head_tiles of row x / splits / head_tiles. With more than one split the
- * parts go to the workspace, which a second launch merges. */
+/* One launch of attend on a GPU: the work and how it is cut. A piece is a head tile of a row; piece
+ * p is tile p % head_tiles of row p / head_tiles. The first `whole` pieces are a block's each, the
+ * others are cut: block whole + x takes split x % splits of the piece whole + x / splits. With more
+ * than one split the parts of the latter go to the workspace, which a second launch merges. sm90
+ * alone knows of whole pieces; elsewhere there are none, and heads in the workspace are those of
+ * all rows instead of all cut pieces. */
 struct smla_gpu_attend {
     struct smla_attend work;
     struct smla_layout layout[2];
-    float *part_out; /* (splits, rows, heads, d_v), not yet divided by the sum */
-    float *part_max; /* (splits, rows, heads): the largest score; -inf: no entries */
-    float *part_sum; /* (splits, rows, heads): sum of exp(score - largest) */
+    float *part_out; /* (splits, heads, d_v), not yet divided by the sum */
+    float *part_max; /* (splits, heads): the largest score; -inf: no entries */
+    float *part_sum; /* (splits, heads): sum of exp(score - largest) */
     struct smla_fault_slot *fault;
     uint32_t *fault_lock;
     int64_t split_entries; /* of both sources together */
     int32_t splits;
     int32_t head_tiles;
+    int32_t whole;
+    int32_t cut_pieces; /* of sm90, otherwise 0 */
 };
 
 #ifdef __cplusplus

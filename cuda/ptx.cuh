@@ -49,12 +49,18 @@ __device__ inline void keep_order()
 /* 16 bytes from global to shared memory, so many bytes behind the two addresses; with `bytes` 0
  * nothing is read and zeros are written. */
 template <int to_offset = 0, int from_offset = 0>
-__device__ inline void copy_16(void *to, const void *from, int bytes)
+__device__ inline void copy_16(uint32_t to, const void *from, int bytes)
 {
     asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;"
                  :
-                 : "r"(shared_address(to)), "l"(from), "r"(bytes), "n"(to_offset), "n"(from_offset)
+                 : "r"(to), "l"(from), "r"(bytes), "n"(to_offset), "n"(from_offset)
                  : "memory");
+}
+
+template <int to_offset = 0, int from_offset = 0>
+__device__ inline void copy_16(void *to, const void *from, int bytes)
+{
+    copy_16<to_offset, from_offset>(shared_address(to), from, bytes);
 }
 
 /* Until all copies that this thread has started are complete. */

@@ -7,6 +7,7 @@
  * it the launch overlaps with the end of the one that makes the parts. */
 #include "attend.cuh"
 #include "ptx.cuh"
+#include "sm90_kernels.h"
 
 namespace
 {
@@ -28,12 +29,21 @@ template <int warps> __device__ void combine(const smla_gpu_attend &launch)
 {
     const smla_attend &work = launch.work;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t parts = work.batch * work.s_q * work.heads; /* of one split */
+    const bool is_cut = launch.cut_pieces > 0;
+    const int64_t parts = is_cut ? (int64_t)launch.cut_pieces * SMLA_SM90_HEADS
+                                 : work.batch * work.s_q * work.heads; /* of one split */
     const int64_t unit = warps == 1 ? (int64_t)blockIdx.x * BLOCK_WARPS + warp : blockIdx.x;
     const int64_t part = unit / (VALUES / WARP_VALUES);
     const int value = (int)(unit % (VALUES / WARP_VALUES)) * WARP_VALUES + lane * LANE_VALUES;
     const int first = warps == 1 ? 0 : warp; /* split */
     if (part >= parts) return;
+    /* as many as blocks at most */
+    const unsigned piece = launch.whole + (unsigned)part / SMLA_SM90_HEADS;
+    const unsigned row = is_cut ? piece / launch.head_tiles : (unsigned)part / (unsigned)work.heads;
+    const int head = is_cut ? (int)(piece % launch.head_tiles * SMLA_SM90_HEADS +
+                                    (unsigned)part % SMLA_SM90_HEADS)
+                            : (int)((unsigned)part % (unsigned)work.heads);
+    if (head >= work.heads) return;
     ptx::wait_for_last_launch();
 
     float total[LANE_VALUES] = {}, loaded[LOADS][LANE_VALUES];
@@ -83,8 +93,6 @@ template <int warps> __device__ void combine(const smla_gpu_attend &launch)
         }
     }
 
-    const unsigned row = (unsigned)part / (unsigned)work.heads; /* as many as blocks at most */
-    const int head = (int)((unsigned)part % (unsigned)work.heads);
     const int64_t batch = row / (unsigned)work.s_q, query = row % (unsigned)work.s_q;
     const float factor = value == 0 ? finish_head(work, batch, query, head, largest, sum)
                                     : output_factor(work, head, largest, sum);

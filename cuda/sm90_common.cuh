@@ -12,7 +12,13 @@ namespace sm90
 {
 
 constexpr int HEADS = SMLA_SM90_HEADS;
+constexpr int OWNERS = 2; /* warpgroups that multiply: tile t is that of number t % OWNERS */
+constexpr int GATHERERS = ptx::WARPGROUP;
+constexpr int MULTIPLIERS = OWNERS * ptx::WARPGROUP;
+constexpr int THREADS = GATHERERS + MULTIPLIERS;
 constexpr int LOOK_UP_WARPS = 2;
+constexpr int COPY_WARPS = 2;
+static_assert((COPY_WARPS + LOOK_UP_WARPS) * WARP == GATHERERS, "all of them");
 constexpr int KNOWN_TILES = 4; /* whose rows are looked up ahead */
 
 constexpr int COLUMNS = 64;                     /* of a block of an operand */
@@ -44,6 +50,35 @@ __device__ void wait_warp(uint64_t *barrier, unsigned parity)
 {
     ptx::wait_phase(barrier, parity);
     __syncwarp();
+}
+
+/* -------------------------------------------------------------------------- pieces */
+
+/* What a block takes, of a piece that is cut or whole. */
+struct block_piece {
+    piece piece;
+    int64_t part; /* where its head 0 is in the workspace, in heads; -1: the block has all of it */
+};
+
+__device__ block_piece take_piece(const smla_gpu_attend &launch, unsigned block)
+{
+    const smla_attend &work = launch.work;
+    const unsigned whole = launch.whole, splits = launch.splits, s_q = (unsigned)work.s_q;
+    const bool is_cut = block >= whole && splits > 1;
+    const unsigned number = block < whole ? block : whole + (block - whole) / splits;
+    const unsigned row = number / launch.head_tiles;
+    block_piece taken;
+    taken.piece.head = (int)(number % launch.head_tiles) * HEADS;
+    taken.piece.row = row;
+    taken.piece.batch = row / s_q;
+    taken.piece.query = row % s_q;
+    taken.piece.split = is_cut ? (int)((block - whole) % splits) : 0;
+    const int64_t entries = work.source[0].topk + (work.sources == 2 ? work.source[1].topk : 0);
+    taken.piece.begin = taken.piece.split * launch.split_entries;
+    taken.piece.end = is_cut ? min(taken.piece.begin + launch.split_entries, entries) : entries;
+    taken.part = is_cut ? ((int64_t)taken.piece.split * launch.cut_pieces + number - whole) * HEADS
+                        : -1;
+    return taken;
 }
 
 /* -------------------------------------------------------------------------- looking up */
@@ -128,11 +163,10 @@ __device__ plain_indices indices_of(const smla_attend &work, const Shared &share
 }
 
 /* Brings the first indices of the split into L2 before anybody knows how many of them count. */
-template <int gatherers>
 __device__ void prefetch_first_indices(const smla_attend &work, const piece &piece)
 {
 #pragma unroll
-    for (int first = 0; first < AHEAD; first += gatherers) {
+    for (int first = 0; first < AHEAD; first += GATHERERS) {
         const int64_t entry = piece.begin + first + threadIdx.x;
         const int which = entry >= work.source[0].topk;
         const int64_t j = entry - (which ? work.source[0].topk : 0);
@@ -228,6 +262,30 @@ __device__ void look_up_rounds(const smla_gpu_attend &launch, Shared &shared, in
     }
 }
 
+/* What looking up begins with: barriers, nothing found. */
+template <typename Shared> __device__ void init_look_up(Shared &shared)
+{
+    shared.first_fault = ~0ull;
+    shared.faults = 0;
+    shared.found = 0;
+    for (int tile = 0; tile < KNOWN_TILES; tile++) {
+        ptx::init_phases(&shared.known[tile], WARP);
+        ptx::init_phases(&shared.read[tile], COPY_WARPS * WARP);
+    }
+    for (int warp = 0; warp < LOOK_UP_WARPS; warp++) ptx::init_phases(&shared.turn[warp], WARP);
+}
+
+/* The rows of q and where their indices are, for the gathering warps. */
+template <typename Shared>
+__device__ void open_block(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    prefetch_first_indices(work, piece);
+    fault_tally faults = {};
+    open_rows(work, piece, shared.rows, faults);
+    if (faults.count) note_fault(shared, faults.entry, faults.cause, faults.source);
+    sync_roles(BARRIER_GATHER, GATHERERS);
+}
+
 template <typename Row, typename Shared>
 __device__ void look_up_tiles(const smla_gpu_attend &launch, Shared &shared, int warp)
 {
@@ -260,115 +318,90 @@ template <bool aligned> __device__ uint4 load_eight(const uint16_t *numbers)
     }
 }
 
-__device__ float largest_of_piece(uint4 numbers)
+/* -------------------------------------------------------------------------- results */
+
+/* Largest score and sum of weights, relative to that, of a head of the block. Returns the factor of
+ * its sums of values. */
+template <typename Shared>
+__device__ float finish_head_of_block(const smla_gpu_attend &launch, const Shared &shared,
+                                      int of_block, float largest, float sum)
 {
-    __nv_bfloat162 largest = larger_pair({}, numbers.x);
-    largest = larger_pair(largest, numbers.y);
-    largest = larger_pair(largest, numbers.z);
-    largest = larger_pair(largest, numbers.w);
-    return fmaxf(__low2float(largest), __high2float(largest));
+    const smla_attend &work = launch.work;
+    const piece &piece = shared.piece;
+    const int head = piece.head + of_block;
+    if (head >= work.heads) return 0.0f;
+    if (shared.part < 0) return finish_head(work, piece.batch, piece.query, head, largest, sum);
+    launch.part_max[shared.part + of_block] = largest;
+    launch.part_sum[shared.part + of_block] = sum;
+    return 1.0f;
 }
 
-__device__ uint4 scale_piece(uint4 numbers, float factor)
+/* Value numbers of the block's heads, the first from number `to` on, out of shared memory, where a
+ * head's sums are `pitch` numbers behind those of the one before. A warp writes a group of a head.
+ */
+template <typename Number, bool in_runs, int pitch, typename Factor>
+__device__ void store_values(int heads, const float *sums, const Factor &factor_of, void *data,
+                             int64_t to, int64_t stride)
 {
-    return make_uint4(
-        scale_pair<__nv_bfloat16>(numbers.x, factor), scale_pair<__nv_bfloat16>(numbers.y, factor),
-        scale_pair<__nv_bfloat16>(numbers.z, factor), scale_pair<__nv_bfloat16>(numbers.w, factor));
-}
-
-/* The power of two that brings numbers up to `largest` into float16's range, and what undoes it. */
-__device__ float power_for(float largest, float &unit)
-{
-    const int exponent = max(exponent_of(largest) - 14, -113);
-    unit = power_of_two(exponent);
-    return power_of_two(-exponent);
-}
-
-/* q as an operand. Of the latent numbers a warp takes every eighth head, a lane 16 numbers of each,
- * those of one step, all of which are asked for before the first is looked at. Where a lane of the
- * products has four neighbours of a step's numbers (e4m3 ones), columns 2 c, 2 c + 1, 2 c + 8 and
- * 2 c + 9 of the operand are numbers 4 c to 4 c + 3. */
-template <typename Row, bool aligned, typename Shared>
-__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
-{
-    constexpr int WARPS = Row::MULTIPLIERS / WARP, OF_WARP = HEADS / WARPS;
-    constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
-    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - Row::GATHERERS) / WARP;
-    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
+    constexpr int AT_ONCE = MULTIPLIERS / WARP / GROUPS; /* heads */
+    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
+    const int group = warp % GROUPS, d = group * 128 + lane * RUN;
+#pragma unroll 4
+    for (int head = warp / GROUPS; head < heads; head += AT_ONCE) {
+        const float factor = factor_of(group, head);
+        float numbers[RUN];
+        load_run<float>(sums, head * pitch + d, numbers);
 #pragma unroll
-    for (int i = 0; i < OF_WARP; i++) {
-        const int head = min(piece.head + i * WARPS + warp, work.heads - 1);
-        const uint16_t *numbers = query_number(work, piece, head, lane * 16);
-        pieces[i][0] = load_eight<aligned>(numbers);
-        pieces[i][1] = load_eight<aligned>(numbers + 8);
+        for (int i = 0; i < RUN; i++) numbers[i] *= factor;
+        store_neighbours<Number, in_runs>(data, to + head * stride + d, numbers);
     }
-    if (Row::HAS_ROPE) {
-#pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
-            const int head = piece.head + (i * WARPS + warp) * ROPE_HEADS + lane / 8;
-            rope[i] = load_eight<aligned>(
-                query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
-        }
+}
+
+/* To out, or as a part of it to the workspace, by the threads that multiply. factor_of(group, head)
+ * is what sums are multiplied with. */
+template <int pitch, typename Shared, typename Factor>
+__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared,
+                              const Factor &factor_of)
+{
+    const piece &piece = shared.piece;
+    const float *sums = reinterpret_cast<const float *>(&shared);
+    const smla_output &out = launch.work.out;
+    const int heads = min(HEADS, launch.work.heads - piece.head);
+    if (shared.part >= 0) {
+        store_values<float, true, pitch>(heads, sums, factor_of, launch.part_out,
+                                         shared.part * LATENT, LATENT);
+        return;
     }
-#pragma unroll
-    for (int i = 0; i < OF_WARP; i++) {
-        const int of_block = i * WARPS + warp;
-        const float largest = fmaxf(largest_of_piece(pieces[i][0]), largest_of_piece(pieces[i][1]));
-        float unit;
-        const float factor = power_for(lanes_max<WARP>(largest), unit);
-        uint8_t (*const block)[ROW_BYTES] = shared.query[lane / 4];
-        if constexpr (Row::NEIGHBOURS) {
-            const uint4 first = scale_piece(pieces[i][0], factor);
-            const uint4 second = scale_piece(pieces[i][1], factor);
-            store_piece(block, of_block, lane % 4 * 2,
-                        make_uint4(first.x, first.z, second.x, second.z));
-            store_piece(block, of_block, lane % 4 * 2 + 1,
-                        make_uint4(first.y, first.w, second.y, second.w));
+    const int64_t to = element_of(out, piece.batch, piece.query, piece.head);
+    const auto store_as = [&](auto number) {
+        using Number = decltype(number);
+        const uintptr_t first = reinterpret_cast<uintptr_t>(static_cast<Number *>(out.data) + to);
+        if (first % (RUN * sizeof(Number)) == 0 && out.stride[2] % RUN == 0) {
+            store_values<Number, true, pitch>(heads, sums, factor_of, out.data, to, out.stride[2]);
         } else {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                store_piece(block, of_block, lane % 4 * 2 + half,
-                            scale_piece(pieces[i][half], factor));
-            }
+            store_values<Number, false, pitch>(heads, sums, factor_of, out.data, to, out.stride[2]);
         }
-        if (lane == 0) shared.query_unit[of_block] = unit;
-    }
-    if (Row::HAS_ROPE) {
-#pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
-            store_piece(shared.query[Row::BLOCKS - 1], (i * WARPS + warp) * ROPE_HEADS + lane / 8,
-                        lane % 8, rope[i]);
-        }
-    }
-}
-
-template <typename Row, typename Shared>
-__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
-{
-    if (is_query_aligned(work, 16)) {
-        store_heads<Row, true>(work, piece, shared);
+    };
+    if (out.dtype == SMLA_FLOAT32) {
+        store_as(float{});
     } else {
-        store_heads<Row, false>(work, piece, shared);
+        store_as(__nv_bfloat16{});
     }
-    ptx::publish_operands();
 }
 
 /* -------------------------------------------------------------------------- faults */
 
-/* What note_fault has kept goes to the host. All threads of the block call it, after the last of
- * them has noted one. */
+/* What note_fault has kept goes to the host: by one thread, after the last of them has noted one.
+ */
 template <typename Shared>
 __device__ void report_noted(const smla_gpu_attend &launch, const Shared &shared)
 {
-    if (!launch.work.record || shared.piece.head != 0) return;
+    if (!launch.work.record || shared.piece.head != 0 || !shared.faults) return;
     fault_tally faults = {};
-    if (threadIdx.x == 0 && shared.faults) {
-        faults.entry = (int64_t)(shared.first_fault >> 8) - 1;
-        faults.cause = (int)(shared.first_fault >> 1 & 127);
-        faults.source = (int)(shared.first_fault & 1);
-        faults.count = (int)shared.faults;
-    }
-    report_faults(launch, shared.piece, shared.rows, faults);
+    faults.entry = (int64_t)(shared.first_fault >> 8) - 1;
+    faults.cause = (int)(shared.first_fault >> 1 & 127);
+    faults.source = (int)(shared.first_fault & 1);
+    send_fault(launch, shared.rows, faults, shared.faults);
 }
 
 } // namespace sm90

@@ -10,13 +10,13 @@ enum { SMLA_SM90_HEADS = 64, SMLA_SM90_DENSE_TILE = 32, SMLA_SM90_PACKED_TILE = 
 // clang-format off
 /* sm90_dense.cu */
 #define SMLA_SM90_DENSE_KERNELS(X)                                                                 \
-    X(sm90_bf16_576_64, 64, 512, 220464)                                                           \
-    X(sm90_bf16_512_64, 64, 512, 197008)
+    X(sm90_bf16_576_64, 64, 384, 231360)                                                           \
+    X(sm90_bf16_512_64, 64, 384, 206784)
 
 /* sm90_packed.cu */
 #define SMLA_SM90_PACKED_KERNELS(X)                                                                \
-    X(sm90_bf16_fp8_ds_mla_64, 64, 384, 230976)                                                    \
-    X(sm90_bf16_fp8_ds_mla_norope_64, 64, 384, 206400)
+    X(sm90_bf16_fp8_ds_mla_64, 64, 384, 230992)                                                    \
+    X(sm90_bf16_fp8_ds_mla_norope_64, 64, 384, 206416)
 // clang-format on
 
 #define SMLA_SM90_KERNELS(X) SMLA_SM90_DENSE_KERNELS(X) SMLA_SM90_PACKED_KERNELS(X)

@@ -50,12 +50,6 @@ using namespace sm90;
 constexpr int TILE = SMLA_SM90_PACKED_TILE;
 constexpr int CHUNK = 16; /* entries, k of a value product */
 constexpr int CHUNKS = TILE / CHUNK;
-constexpr int OWNERS = 2; /* warpgroups that multiply: tile t is that of number t % OWNERS */
-constexpr int GATHERERS = ptx::WARPGROUP;
-constexpr int MULTIPLIERS = OWNERS * ptx::WARPGROUP;
-constexpr int THREADS = GATHERERS + MULTIPLIERS;
-constexpr int COPY_WARPS = 2; /* of the gatherers; the others look entries up */
-static_assert((COPY_WARPS + LOOK_UP_WARPS) * WARP == GATHERERS, "all of them");
 constexpr int HALF = TILE / COPY_WARPS; /* rows of a tile that a warp copies */
 constexpr int BATCH = 8;                /* of them, whose addresses are read together */
 constexpr int STAGES = 3;
@@ -88,9 +82,6 @@ template <int d_qk> struct packed_row {
     static constexpr int ROPE_AT = PITCH; /* bytes */
     static constexpr int BYTES = ROPE_AT + (HAS_ROPE ? ROPE * 2 : 0);
     static constexpr bool PREFETCHED = false; /* it made no difference */
-    static constexpr bool NEIGHBOURS = true;
-    static constexpr int GATHERERS = packed::GATHERERS;
-    static constexpr int MULTIPLIERS = packed::MULTIPLIERS;
 };
 
 template <typename Row> struct shared_state {
@@ -122,6 +113,8 @@ template <typename Row> struct shared_state {
     uint64_t taken;
     smla_gpu_attend launch;
     piece piece;
+    int64_t part; /* where its head 0 is in the workspace, in heads; -1: the block has all of it */
+
     smla_row rows[2];
     unsigned long long first_fault; /* packed by note_fault; the lowest wins */
     unsigned int faults;
@@ -263,7 +256,95 @@ template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shar
         }
         if (half == 0 && lane_of_warp() == 0) shared.size[stage] = size;
         ptx::arrive_after_copies(&shared.full[stage]);
+        ptx::arrive(&shared.full[stage]);
     }
+}
+
+/* -------------------------------------------------------------------------- the query */
+
+__device__ float largest_of_piece(uint4 numbers)
+{
+    __nv_bfloat162 largest = larger_pair({}, numbers.x);
+    largest = larger_pair(largest, numbers.y);
+    largest = larger_pair(largest, numbers.z);
+    largest = larger_pair(largest, numbers.w);
+    return fmaxf(__low2float(largest), __high2float(largest));
+}
+
+__device__ uint4 scale_piece(uint4 numbers, float factor)
+{
+    return make_uint4(
+        scale_pair<__nv_bfloat16>(numbers.x, factor), scale_pair<__nv_bfloat16>(numbers.y, factor),
+        scale_pair<__nv_bfloat16>(numbers.z, factor), scale_pair<__nv_bfloat16>(numbers.w, factor));
+}
+
+/* The power of two that brings numbers up to `largest` into float16's range, and what undoes it. */
+__device__ float power_for(float largest, float &unit)
+{
+    const int exponent = max(exponent_of(largest) - 14, -113);
+    unit = power_of_two(exponent);
+    return power_of_two(-exponent);
+}
+
+/* q as an operand. Of the latent numbers a warp takes every eighth head, a lane 16 numbers of each,
+ * those of one step, all of which are asked for before the first is looked at. Since a lane of the
+ * products has four neighbours of a step's e4m3 numbers, columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9
+ * of the operand are numbers 4 c to 4 c + 3. */
+template <typename Row, bool aligned, typename Shared>
+__device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    constexpr int WARPS = MULTIPLIERS / WARP, OF_WARP = HEADS / WARPS;
+    constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
+    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
+    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
+#pragma unroll
+    for (int i = 0; i < OF_WARP; i++) {
+        const int head = min(piece.head + i * WARPS + warp, work.heads - 1);
+        const uint16_t *numbers = query_number(work, piece, head, lane * 16);
+        pieces[i][0] = load_eight<aligned>(numbers);
+        pieces[i][1] = load_eight<aligned>(numbers + 8);
+    }
+    if (Row::HAS_ROPE) {
+#pragma unroll
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            const int head = piece.head + (i * WARPS + warp) * ROPE_HEADS + lane / 8;
+            rope[i] = load_eight<aligned>(
+                query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OF_WARP; i++) {
+        const int of_block = i * WARPS + warp;
+        const float largest = fmaxf(largest_of_piece(pieces[i][0]), largest_of_piece(pieces[i][1]));
+        float unit;
+        const float factor = power_for(lanes_max<WARP>(largest), unit);
+        uint8_t (*const block)[ROW_BYTES] = shared.query[lane / 4];
+        const uint4 first = scale_piece(pieces[i][0], factor);
+        const uint4 second = scale_piece(pieces[i][1], factor);
+        store_piece(block, of_block, lane % 4 * 2,
+                    make_uint4(first.x, first.z, second.x, second.z));
+        store_piece(block, of_block, lane % 4 * 2 + 1,
+                    make_uint4(first.y, first.w, second.y, second.w));
+        if (lane == 0) shared.query_unit[of_block] = unit;
+    }
+    if (Row::HAS_ROPE) {
+#pragma unroll
+        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+            store_piece(shared.query[Row::BLOCKS - 1], (i * WARPS + warp) * ROPE_HEADS + lane / 8,
+                        lane % 8, rope[i]);
+        }
+    }
+}
+
+template <typename Row, typename Shared>
+__device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
+{
+    if (is_query_aligned(work, 16)) {
+        store_heads<Row, true>(work, piece, shared);
+    } else {
+        store_heads<Row, false>(work, piece, shared);
+    }
+    ptx::publish_operands();
 }
 
 /* -------------------------------------------------------------------------- scores */
@@ -445,6 +526,7 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
         fresh = shared.fresh[warp] >> lane & 1;
         const bool moves = top > (fresh ? -CUDART_INF_F : 0.0f);
         const unsigned still_fresh = __ballot_sync(ALL_LANES, fresh && !moves);
+        __syncwarp(); /* all have read what one writes */
         if (lane == 0) shared.fresh[warp] = still_fresh;
         if (moves) {
             shared.reference[thread] = before + top;
@@ -762,9 +844,7 @@ template <typename Shared>
 __device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared)
 {
     constexpr float LN_2 = 0.693147180559945f;
-    const smla_attend &work = launch.work;
-    const piece &piece = shared.piece;
-    const int of_block = threadIdx.x - GATHERERS, head = piece.head + of_block;
+    const int of_block = threadIdx.x - GATHERERS;
     if (of_block >= HEADS) return;
     float sum = 0.0f;
 #pragma unroll
@@ -773,70 +853,10 @@ __device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared)
     const float largest = sum == 0.0f ? -CUDART_INF_F : reference * LN_2;
     /* from weights relative to R to weights relative to what of it a score can be */
     float factor = sum == 0.0f ? 0.0f : ptx::exp2_fast(fmaf(-largest, LOG2_E, reference));
-    sum *= factor;
-    if (head < work.heads && launch.splits == 1) {
-        factor *= finish_head(work, piece.batch, piece.query, head, largest, sum);
-    } else if (head < work.heads) {
-        const int64_t at = (piece.split * (work.batch * work.s_q) + piece.row) * work.heads + head;
-        launch.part_max[at] = largest;
-        launch.part_sum[at] = sum;
-    }
+    factor *= finish_head_of_block(launch, shared, of_block, largest, sum * factor);
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-        shared.factor[g][of_block] = factor / shared.unit[g][of_block];
-    }
-}
-
-/* All value numbers, from number 0 of `row` on: a warp writes a group of a head. */
-template <typename Number, bool in_runs, typename Shared>
-__device__ void store_values(const smla_gpu_attend &launch, const Shared &shared, void *data,
-                             int64_t row, int64_t stride)
-{
-    constexpr int AT_ONCE = MULTIPLIERS / WARP / GROUPS; /* heads */
-    const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
-    const int heads = min(HEADS, launch.work.heads - shared.piece.head);
-    const int group = warp % GROUPS, d = group * 128 + lane * RUN;
-    const float *values = reinterpret_cast<const float *>(&shared) + d;
-#pragma unroll 4
-    for (int head = warp / GROUPS; head < heads; head += AT_ONCE) {
-        const float factor = shared.factor[group][head];
-        float numbers[RUN];
-        load_run<float>(values, head * OUT_PITCH, numbers);
-#pragma unroll
-        for (int i = 0; i < RUN; i++) numbers[i] *= factor;
-        store_neighbours<Number, in_runs>(data, row + (shared.piece.head + head) * stride + d,
-                                          numbers);
-    }
-}
-
-template <typename Number, typename Shared>
-__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared, void *data,
-                              int64_t row, int64_t stride)
-{
-    const uintptr_t first = reinterpret_cast<uintptr_t>(static_cast<Number *>(data) + row);
-    if (first % (RUN * sizeof(Number)) == 0 && stride % RUN == 0) {
-        store_values<Number, true>(launch, shared, data, row, stride);
-    } else {
-        store_values<Number, false>(launch, shared, data, row, stride);
-    }
-}
-
-/* To out, or as a part of it to the workspace. */
-template <typename Shared>
-__device__ void store_results(const smla_gpu_attend &launch, const Shared &shared)
-{
-    const smla_attend &work = launch.work;
-    const piece &piece = shared.piece;
-    const bool is_part = launch.splits > 1;
-    void *data = is_part ? launch.part_out : work.out.data;
-    const int64_t row = is_part ? (piece.split * (work.batch * work.s_q) + piece.row) * work.heads *
-                                      LATENT
-                                : element_of(work.out, piece.batch, piece.query, 0);
-    const int64_t stride = is_part ? LATENT : work.out.stride[2];
-    if (is_part || work.out.dtype == SMLA_FLOAT32) {
-        store_results<float>(launch, shared, data, row, stride);
-    } else {
-        store_results<__nv_bfloat16>(launch, shared, data, row, stride);
+        shared.factor[g][of_block] = factor * power_of_two(-exponent_of(shared.unit[g][of_block]));
     }
 }
 
@@ -845,7 +865,7 @@ __device__ void store_results(const smla_gpu_attend &launch, const Shared &share
 template <typename Shared> __device__ void init_barriers(Shared &shared)
 {
     for (int stage = 0; stage < STAGES; stage++) {
-        ptx::init_phases(&shared.full[stage], COPY_WARPS * WARP);
+        ptx::init_phases(&shared.full[stage], 2 * COPY_WARPS * WARP);
         for (int half = 0; half < COPY_WARPS; half++) {
             ptx::init_phases(&shared.empty[stage][half], MULTIPLIERS);
         }
@@ -855,11 +875,7 @@ template <typename Shared> __device__ void init_barriers(Shared &shared)
     }
     ptx::init_phases(&shared.weighed, ptx::WARPGROUP);
     ptx::init_phases(&shared.taken, MULTIPLIERS);
-    for (int tile = 0; tile < KNOWN_TILES; tile++) {
-        ptx::init_phases(&shared.known[tile], WARP);
-        ptx::init_phases(&shared.read[tile], COPY_WARPS * WARP);
-    }
-    for (int warp = 0; warp < LOOK_UP_WARPS; warp++) ptx::init_phases(&shared.turn[warp], WARP);
+    init_look_up(shared);
 }
 
 /* No head has an R, no sum a unit. */
@@ -886,25 +902,20 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
 
     ptx::allow_next_launch();
     copy_parameters(parameters, shared.launch);
-    if (threadIdx.x == 0) {
-        shared.first_fault = ~0ull;
-        shared.faults = 0;
-        shared.found = 0;
-        init_barriers(shared);
-    }
+    if (threadIdx.x == 0) init_barriers(shared);
     init_references(shared);
     __syncthreads();
     const smla_gpu_attend &launch = shared.launch;
     const smla_attend &work = launch.work;
-    const piece piece = piece_of_block(launch, blockIdx.x, HEADS);
-    if (threadIdx.x == 0) shared.piece = piece;
+    const block_piece taken = take_piece(launch, blockIdx.x);
+    const piece &piece = taken.piece;
+    if (threadIdx.x == 0) {
+        shared.piece = piece;
+        shared.part = taken.part;
+    }
     if (threadIdx.x < GATHERERS) {
         ptx::keep_registers<GATHER_REGISTERS>();
-        prefetch_first_indices<GATHERERS>(work, piece);
-        fault_tally faults = {};
-        open_rows(work, piece, shared.rows, faults);
-        if (faults.count) note_fault(shared, faults.entry, faults.cause, faults.source);
-        sync_roles(BARRIER_GATHER, GATHERERS);
+        open_block(work, piece, shared);
         const int warp = threadIdx.x / WARP;
         if (warp < LOOK_UP_WARPS) {
             look_up_tiles<Row>(launch, shared, warp);
@@ -929,10 +940,11 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
         sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
         finish_heads(launch, shared);
         sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
-        store_results(launch, shared);
+        store_results<OUT_PITCH>(launch, shared,
+                                 [&](int group, int head) { return shared.factor[group][head]; });
     }
     __syncthreads(); /* nobody leaves while others still wait at a barrier */
-    report_noted(launch, shared);
+    if (threadIdx.x == 0) report_noted(launch, shared);
 }
 
 } // namespace packed

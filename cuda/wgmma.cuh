@@ -118,42 +118,45 @@ template <int commits> __device__ inline void wait_products()
  *   a     where it is in registers: rows 16 w + r and that + 8 of the pair of columns c, then of
  *         the pair c + 4.
  *
- * Both operands in shared memory, along k. */
-template <typename Number, int n>
-__device__ inline void multiply_along_k(float (&sums)[n], uint64_t a, uint64_t b, bool accumulate);
-
-#define SMLA_ALONG_K(Number, type)                                                                 \
-    template <>                                                                                    \
-    __device__ inline void multiply_along_k<Number>(float (&sums)[16], uint64_t a, uint64_t b,     \
-                                                    bool accumulate)                               \
-    {                                                                                              \
-        asm volatile("{\n\t"                                                                       \
-                     ".reg .pred accumulate;\n\t"                                                  \
-                     "setp.ne.b32 accumulate, %18, 0;\n\t"                                         \
-                     "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " "               \
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "    \
-                     "%16, %17, accumulate, 1, 1, 0, 0;\n\t"                                       \
-                     "}"                                                                           \
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),  \
-                       "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),  \
-                       "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),             \
-                       "+f"(sums[14]), "+f"(sums[15])                                              \
-                     : "l"(a), "l"(b), "r"((int)accumulate));                                      \
-    }
-
-SMLA_ALONG_K(__half, "f16")
-SMLA_ALONG_K(__nv_bfloat16, "bf16")
-#undef SMLA_ALONG_K
-
-/* float16, a from registers, b across k; always added. */
-__device__ inline void multiply_across_k(float (&sums)[64], const uint32_t (&a)[4], uint64_t b)
+ * bfloat16, both operands in shared memory, along k: the first step, and those that are added. */
+__device__ inline void begin_along_k(float (&sums)[16], uint64_t a, uint64_t b)
 {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                 "%16, %17, 0, 1, 1, 0, 0;"
+                 : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3]), "=f"(sums[4]),
+                   "=f"(sums[5]), "=f"(sums[6]), "=f"(sums[7]), "=f"(sums[8]), "=f"(sums[9]),
+                   "=f"(sums[10]), "=f"(sums[11]), "=f"(sums[12]), "=f"(sums[13]), "=f"(sums[14]),
+                   "=f"(sums[15])
+                 : "l"(a), "l"(b));
+}
+
+__device__ inline void multiply_along_k(float (&sums)[16], uint64_t a, uint64_t b)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                 "%16, %17, 1, 1, 1, 0, 0;"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),
+                   "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),
+                   "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),
+                   "+f"(sums[15])
+                 : "l"(a), "l"(b));
+}
+
+/* bfloat16, a from registers, b across k, of 256 columns; always added. */
+__device__ inline void multiply_across_k(float (&sums)[128], const uint32_t *a, uint64_t b)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
                  "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
                  "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-                 "%62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "
+                 "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "
+                 "%92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "
+                 "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "
+                 "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+                 "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),
                    "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),
                    "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]),
@@ -166,7 +169,21 @@ __device__ inline void multiply_across_k(float (&sums)[64], const uint32_t (&a)[
                    "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]),
                    "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]),
                    "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
-                   "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
+                   "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]),
+                   "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]),
+                   "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]),
+                   "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79]),
+                   "+f"(sums[80]), "+f"(sums[81]), "+f"(sums[82]), "+f"(sums[83]), "+f"(sums[84]),
+                   "+f"(sums[85]), "+f"(sums[86]), "+f"(sums[87]), "+f"(sums[88]), "+f"(sums[89]),
+                   "+f"(sums[90]), "+f"(sums[91]), "+f"(sums[92]), "+f"(sums[93]), "+f"(sums[94]),
+                   "+f"(sums[95]), "+f"(sums[96]), "+f"(sums[97]), "+f"(sums[98]), "+f"(sums[99]),
+                   "+f"(sums[100]), "+f"(sums[101]), "+f"(sums[102]), "+f"(sums[103]),
+                   "+f"(sums[104]), "+f"(sums[105]), "+f"(sums[106]), "+f"(sums[107]),
+                   "+f"(sums[108]), "+f"(sums[109]), "+f"(sums[110]), "+f"(sums[111]),
+                   "+f"(sums[112]), "+f"(sums[113]), "+f"(sums[114]), "+f"(sums[115]),
+                   "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]),
+                   "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]),
+                   "+f"(sums[124]), "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 

@@ -164,24 +164,20 @@ struct split_shape {
     int64_t multiprocessors;
     int64_t resident; /* blocks that one of them holds */
     int64_t tiles;    /* of a row */
-    /* In the time of a tile: a block's start and end, the merging's, and a part of a piece in it,
-     * where so many pieces count. */
-    double start_and_end, merging_start, merging;
-    int64_t merged_pieces;
 };
 
 /* What `splits` parts of a row cost, in the time of a tile: every round of blocks its longest part
- * and a block's start and end, all of it slower where blocks share a multiprocessor, and the
- * merging. */
+ * and a block's start and end, all of it slower where blocks share a multiprocessor, and a little
+ * for the merging. */
 static double split_cost(const struct split_shape *shape, int64_t splits)
 {
-    const double sharing = 0.6;
-    int64_t merged = shape->pieces < shape->merged_pieces ? shape->pieces : shape->merged_pieces;
+    const double start_and_end = 5.0, sharing = 0.6, merging = 0.035;
+    int64_t merged = shape->pieces < 8 ? shape->pieces : 8;
     int64_t deep = ceil_div(shape->pieces * splits, shape->multiprocessors);
     int64_t beside = deep < shape->resident ? deep : shape->resident;
     return (double)ceil_div(deep, shape->resident) * (1.0 + sharing * (double)(beside - 1)) *
-               ((double)ceil_div(shape->tiles, splits) + shape->start_and_end) +
-           (splits > 1 ? shape->merging_start : 0.0) + shape->merging * (double)(splits * merged);
+               ((double)ceil_div(shape->tiles, splits) + start_and_end) +
+           merging * (double)(splits * merged);
 }
 
 /* The splits of the least cost, the fewest of equals. Of those whose longest part has the same
@@ -203,11 +199,19 @@ static int64_t cheapest_splits(const struct split_shape *shape)
     return best;
 }
 
-/* Splits of tensor-core kernels: the cheapest, or, for batch_invariant, by the entries alone. */
+enum { INVARIANT_ENTRIES = 256 }; /* of a split, at most, for batch_invariant */
+
+static void set_combine(struct smla_plan *plan)
+{
+    enum { FEW_SPLITS = 8 };
+    plan->combine_id = plan->splits <= FEW_SPLITS ? SMLA_KERNEL_SM80_COMBINE
+                                                  : SMLA_KERNEL_SM80_COMBINE_MANY;
+}
+
+/* Splits of sm80: the cheapest, or, for batch_invariant, by the entries alone. */
 static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct split_shape *shape,
                             struct smla_plan *plan)
 {
-    enum { INVARIANT_ENTRIES = 256, FEW_SPLITS = 8 };
     int64_t wanted = ceil_div(entries_of(work), INVARIANT_ENTRIES);
     if (!work->batch_invariant) {
         shape->pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
@@ -215,8 +219,7 @@ static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct
         wanted = cheapest_splits(shape);
     }
     set_splits(work, wanted, tile, plan);
-    plan->combine_id = plan->splits <= FEW_SPLITS ? SMLA_KERNEL_SM80_COMBINE
-                                                  : SMLA_KERNEL_SM80_COMBINE_MANY;
+    set_combine(plan);
 }
 
 static void plan_sm80(const struct smla_attend *work, const struct smla_target *target,
@@ -235,9 +238,6 @@ static void plan_sm80(const struct smla_attend *work, const struct smla_target *
     struct split_shape shape = {
         .multiprocessors = target->multiprocessors,
         .resident = resident,
-        .start_and_end = 5.0,
-        .merging = 0.035,
-        .merged_pieces = 8,
     };
     set_tile_splits(work, sm80_tile(plan->head_tile), &shape, plan);
 }
@@ -260,24 +260,59 @@ static bool sm90_pays(const struct smla_attend *work)
     return is_packed(work) && work->heads > VERY_FEW_HEADS && pieces >= PIECES;
 }
 
+/* What `splits` parts of the last `cut` pieces cost, in the time of an entry: the rounds of whole
+ * pieces before them, their own, every block's start and end, and the merging. Measured, see
+ * docs/performance.md. */
+static double cut_cost(int64_t pieces, int64_t cut, int64_t splits, int64_t part, int64_t entries,
+                       int64_t multiprocessors)
+{
+    const double start_and_end = 320.0, merging_start = 192.0, merging = 1.28; /* a part */
+    double whole_rounds = (double)ceil_div(pieces - cut, multiprocessors);
+    double cut_rounds = (double)ceil_div(cut * splits, multiprocessors);
+    return whole_rounds * ((double)entries + start_and_end) +
+           cut_rounds * ((double)part + start_and_end) +
+           (splits > 1 ? merging_start + merging * (double)(cut * splits) : 0.0);
+}
+
+/* The pieces that fill rounds of blocks stay whole; the others, or all where there are fewer than
+ * multiprocessors, are cut as costs the least, into the fewest of equal splits. */
+static void set_cut(const struct smla_attend *work, const struct smla_target *target, int64_t tile,
+                    struct smla_plan *plan)
+{
+    int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
+    int64_t cut = work->batch_invariant ? pieces : pieces % target->multiprocessors;
+    int64_t entries = entries_of(work), best = ceil_div(entries, INVARIANT_ENTRIES);
+    if (!work->batch_invariant) {
+        double least = cut_cost(pieces, cut, 1, entries, entries, target->multiprocessors);
+        best = 1;
+        for (int64_t splits = 2; splits <= MOST_SPLITS && splits * tile <= entries + tile;
+             splits++) {
+            int64_t part = ceil_div(ceil_div(entries, splits), tile) * tile;
+            double cost = cut_cost(pieces, cut, splits, part, entries, target->multiprocessors);
+            if (cost < least) {
+                least = cost;
+                best = splits;
+            }
+        }
+    }
+    set_splits(work, best, tile, plan);
+    if (plan->splits == 1) cut = pieces;
+    plan->whole = (int32_t)(pieces - cut);
+    plan->cut_pieces = (int32_t)cut;
+    if (plan->splits > 1)
+        plan->workspace_bytes = plan->splits * cut * plan->head_tile * (work->d_v + 2) * 4;
+    set_combine(plan);
+}
+
 /* Hopper's own products, for 64 heads of a row at once. */
 static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
                       int32_t line, struct smla_plan *plan)
 {
-    int64_t tile = is_packed(work) ? SMLA_SM90_PACKED_TILE : SMLA_SM90_DENSE_TILE;
     plan->kernel = "sm90";
     plan->head_tile = SMLA_SM90_HEADS;
     plan->kernel_id = TENSOR_CORES[line].sm90;
     plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
-    struct split_shape shape = {
-        .multiprocessors = target->multiprocessors,
-        .resident = 1,
-        .start_and_end = 5.0,
-        .merging_start = 3.0,
-        .merging = 0.02,
-        .merged_pieces = INT64_MAX,
-    };
-    set_tile_splits(work, tile, &shape, plan);
+    set_cut(work, target, is_packed(work) ? SMLA_SM90_PACKED_TILE : SMLA_SM90_DENSE_TILE, plan);
 }
 
 /* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */

@@ -25,6 +25,8 @@ struct smla_plan {
     int32_t head_tile;       /* heads that share one gather */
     int32_t launches;        /* kernels on the stream; 0 on the CPU */
     int32_t shared_bytes;    /* dynamic shared memory of a block */
+    int32_t whole;           /* pieces that sm90 does not cut, see smla_gpu_attend */
+    int32_t cut_pieces;      /* and those that it does, with one split or more; elsewhere 0 */
 };
 
 /* `forced` is the name of a kernel (SPARSE_MLA_KERNEL) or NULL. */

@@ -23,12 +23,20 @@ static struct smla_layout layout_of(enum smla_format format, enum smla_dtype den
 
 /* -------------------------------------------------------------------------- attend */
 
-static void set_workspace(struct smla_gpu_attend *launch, void *workspace)
+/* Heads of one split in the workspace. */
+static int64_t merged_heads(const struct smla_gpu_attend *launch, const struct smla_plan *plan)
 {
     const struct smla_attend *work = &launch->work;
-    const int64_t parts = launch->splits * work->batch * work->s_q * work->heads;
+    return launch->cut_pieces ? (int64_t)launch->cut_pieces * plan->head_tile
+                              : work->batch * work->s_q * work->heads;
+}
+
+static void set_workspace(struct smla_gpu_attend *launch, const struct smla_plan *plan,
+                          void *workspace)
+{
+    const int64_t parts = launch->splits * merged_heads(launch, plan);
     launch->part_out = workspace;
-    launch->part_max = launch->part_out + parts * work->d_v;
+    launch->part_max = launch->part_out + parts * launch->work.d_v;
     launch->part_sum = launch->part_max + parts;
 }
 
@@ -50,16 +58,16 @@ static enum smla_status launch_attend(const struct smla_gpu_scope *scope,
                                       struct smla_error *error)
 {
     const struct smla_attend *work = &launch->work;
-    const int64_t rows = work->batch * work->s_q;
-    const struct smla_gpu_grid pieces = {
-        .blocks = rows * launch->head_tiles * launch->splits,
+    const int64_t pieces = work->batch * work->s_q * launch->head_tiles;
+    const struct smla_gpu_grid blocks = {
+        .blocks = launch->whole + (pieces - launch->whole) * launch->splits,
         .shared_bytes = plan->shared_bytes,
     };
     const struct smla_gpu_grid parts = {
-        .blocks = combine_blocks(plan, rows * work->heads),
+        .blocks = combine_blocks(plan, merged_heads(launch, plan)),
         .overlaps = plan->combine_id != SMLA_KERNEL_COMBINE,
     };
-    SMLA_TRY(smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->kernel_id, pieces, stream, launch,
+    SMLA_TRY(smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->kernel_id, blocks, stream, launch,
                              error));
     if (launch->splits == 1) return SMLA_OK;
     return smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->combine_id, parts, stream, launch,
@@ -77,10 +85,12 @@ enum smla_status smla_gpu_attend(const struct smla_attend *work, const struct sm
     launch.work = *work;
     launch.split_entries = plan->split_entries;
     launch.splits = plan->splits;
+    launch.whole = plan->whole;
+    launch.cut_pieces = plan->cut_pieces;
     launch.head_tiles = (work->heads + plan->head_tile - 1) / plan->head_tile;
     for (int i = 0; i < work->sources; i++)
         launch.layout[i] = layout_of(work->source[i].format, work->q_dtype);
-    if (launch.splits > 1) set_workspace(&launch, workspace);
+    if (launch.splits > 1) set_workspace(&launch, plan, workspace);
     SMLA_TRY(smla_gpu_enter(device, &scope, error));
     launch.fault = &scope.memory->in_device[record];
     launch.fault_lock = scope.memory->fault_lock;
