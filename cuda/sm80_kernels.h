@@ -44,4 +44,12 @@
 
 #define SMLA_SM80_KERNELS(X) SMLA_SM80_DENSE_KERNELS(X) SMLA_SM80_FP8_KERNELS(X)
 
+/* Splits of a row at most. */
+enum { SMLA_MOST_SPLITS = 64 };
+
+/* sm80_combine, for few splits: warps of a block, loads of a warp that are under way at once, the
+ * runs of 128 value numbers of a head, and how many of them a warp takes. */
+enum { SMLA_COMBINE_WARPS = 8, SMLA_COMBINE_LOADS = 8, SMLA_COMBINE_ALL_RUNS = 4 };
+#define SMLA_COMBINE_RUNS(splits) ((splits) <= 2 ? 4 : (splits) <= 4 ? 2 : 1)
+
 #endif

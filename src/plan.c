@@ -5,6 +5,7 @@
 
 #include "cpu/cpu.h"
 #include "gpu/kernels.h"
+#include "sm80_kernels.h"
 
 /* -------------------------------------------------------------------------- CPU */
 
@@ -39,8 +40,6 @@ static enum smla_status plan_cpu(const struct smla_attend *work, const char *for
 
 /* -------------------------------------------------------------------------- GPU */
 
-enum { MOST_SPLITS = 64 };
-
 static int64_t ceil_div(int64_t number, int64_t by)
 {
     return (number + by - 1) / by;
@@ -61,7 +60,7 @@ static void set_splits(const struct smla_attend *work, int64_t wanted, int64_t s
                        struct smla_plan *plan)
 {
     int64_t entries = entries_of(work);
-    if (wanted > MOST_SPLITS) wanted = MOST_SPLITS;
+    if (wanted > SMLA_MOST_SPLITS) wanted = SMLA_MOST_SPLITS;
     if (wanted < 1) wanted = 1;
     plan->split_entries = ceil_div(ceil_div(entries, wanted), step) * step;
     plan->splits = entries ? (int32_t)ceil_div(entries, plan->split_entries) : 1;
@@ -143,13 +142,17 @@ static int32_t find_tensor_cores(const struct smla_attend *work)
     return -1;
 }
 
-/* Heads of a block: as few tiles as share the gather, but one of 16 heads each while there are so
- * few rows that blocks are wanted more than shared reads. */
-static int32_t sm80_heads(const struct smla_attend *work)
+/* Whether there are so few rows that blocks are wanted more than shared reads. */
+static bool has_few_rows(const struct smla_attend *work)
 {
     enum { FEW_PIECES = 16 };
-    bool few = !work->batch_invariant && rows_of(work) * ceil_div(work->heads, 16) <= FEW_PIECES;
-    return work->heads <= 16 || few ? 16 : work->heads <= 32 ? 32 : 64;
+    return !work->batch_invariant && rows_of(work) * ceil_div(work->heads, 16) <= FEW_PIECES;
+}
+
+/* Heads of a block: as few tiles as share the gather, but one of 16 heads each for few rows. */
+static int32_t sm80_heads(const struct smla_attend *work)
+{
+    return work->heads <= 16 || has_few_rows(work) ? 16 : work->heads <= 32 ? 32 : 64;
 }
 
 /* Entries of a tile: see block_of in cuda/sm80_attend.cuh. */
@@ -188,7 +191,7 @@ static int64_t cheapest_splits(const struct split_shape *shape)
     double least = split_cost(shape, 1);
     while (longest > 1) {
         int64_t splits = ceil_div(shape->tiles, longest - 1);
-        if (splits > MOST_SPLITS) break;
+        if (splits > SMLA_MOST_SPLITS) break;
         double cost = split_cost(shape, splits);
         if (cost < least) {
             least = cost;
@@ -203,9 +206,8 @@ enum { INVARIANT_ENTRIES = 256 }; /* of a split, at most, for batch_invariant */
 
 static void set_combine(struct smla_plan *plan)
 {
-    enum { FEW_SPLITS = 8 };
-    plan->combine_id = plan->splits <= FEW_SPLITS ? SMLA_KERNEL_SM80_COMBINE
-                                                  : SMLA_KERNEL_SM80_COMBINE_MANY;
+    plan->combine_id = plan->splits <= SMLA_COMBINE_LOADS ? SMLA_KERNEL_SM80_COMBINE
+                                                          : SMLA_KERNEL_SM80_COMBINE_MANY;
 }
 
 /* Splits of sm80: the cheapest, or, for batch_invariant, by the entries alone. */
@@ -247,17 +249,12 @@ static bool is_packed(const struct smla_attend *work)
     return work->source[0].format != SMLA_DENSE;
 }
 
-/* Whether Hopper's own products pay: for more heads than a block of sm80 for few of them has, with
- * so many blocks of 64 heads that faster tiles make up for a longer start. Packed rows are so much
- * faster that half empty blocks pay, too, where there are blocks for most multiprocessors. Where a
- * row's bits must not depend on the number of rows, all take sm80. */
+/* Whether Hopper's own products pay: wherever sm80 would have blocks of more than 16 heads, but for
+ * very short rows. Where a row's bits must not depend on the number of rows, all take sm80. */
 static bool sm90_pays(const struct smla_attend *work)
 {
-    enum { FEW_HEADS = 32, FEW_PIECES = 8, FEW_ENTRIES = 512, VERY_FEW_HEADS = 16, PIECES = 64 };
-    int64_t pieces = rows_of(work) * ceil_div(work->heads, SMLA_SM90_HEADS);
-    if (work->batch_invariant || entries_of(work) < FEW_ENTRIES) return false;
-    if (work->heads > FEW_HEADS) return pieces >= FEW_PIECES;
-    return is_packed(work) && work->heads > VERY_FEW_HEADS && pieces >= PIECES;
+    enum { FEW_ENTRIES = 512 };
+    return !work->batch_invariant && entries_of(work) >= FEW_ENTRIES && sm80_heads(work) > 16;
 }
 
 /* What `splits` parts of the last `cut` pieces cost, in the time of an entry: the rounds of whole
@@ -266,12 +263,13 @@ static bool sm90_pays(const struct smla_attend *work)
 static double cut_cost(int64_t pieces, int64_t cut, int64_t splits, int64_t part, int64_t entries,
                        int64_t multiprocessors)
 {
-    const double start_and_end = 320.0, merging_start = 192.0, merging = 1.28; /* a part */
+    const double start_and_end = 170.0, merging_start = 100.0, merging = 1.0; /* a part */
+    const double many = splits > SMLA_COMBINE_LOADS ? 96.0 : 0.0;
     double whole_rounds = (double)ceil_div(pieces - cut, multiprocessors);
     double cut_rounds = (double)ceil_div(cut * splits, multiprocessors);
     return whole_rounds * ((double)entries + start_and_end) +
            cut_rounds * ((double)part + start_and_end) +
-           (splits > 1 ? merging_start + merging * (double)(cut * splits) : 0.0);
+           (splits > 1 ? merging_start + many + merging * (double)(cut * splits) : 0.0);
 }
 
 /* The pieces that fill rounds of blocks stay whole; the others, or all where there are fewer than
@@ -285,7 +283,7 @@ static void set_cut(const struct smla_attend *work, const struct smla_target *ta
     if (!work->batch_invariant) {
         double least = cut_cost(pieces, cut, 1, entries, entries, target->multiprocessors);
         best = 1;
-        for (int64_t splits = 2; splits <= MOST_SPLITS && splits * tile <= entries + tile;
+        for (int64_t splits = 2; splits <= SMLA_MOST_SPLITS && splits * tile <= entries + tile;
              splits++) {
             int64_t part = ceil_div(ceil_div(entries, splits), tile) * tile;
             double cost = cut_cost(pieces, cut, splits, part, entries, target->multiprocessors);

@@ -75,6 +75,9 @@ def attend_cases(few: bool) -> Iterator[Case]:
     for scales in ("wild", "far"):
         main = Source(cache_format="fp8_ds_mla", scales=scales, topk=300, num_blocks=20)
         yield Case(leading=(2,), heads=64, main=main, max_logits="given")
+    for name in ("dense", "fp8_ds_mla"):  # more rows than an H200 has multiprocessors
+        main = Source(cache_format=name, topk=600, num_blocks=20, padding=0.1)
+        yield Case(leading=(134,), heads=64, main=main)
     ds_mla = Source(cache_format="fp8_ds_mla_norope", topk=70, **PAGED)
     window = Source(topk=90, block_size=5, **PAGED)
     for main, extra in ((ds_mla, window), (window, ds_mla), (ds_mla, ds_mla)):

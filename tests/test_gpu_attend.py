@@ -90,6 +90,25 @@ def test_heads_and_topk_in_every_number_of_parts(kind: tuple[str, int, str], cud
             cuda.check(cases.make(case, seed=rows))
 
 
+@pytest.mark.parametrize("name", ["dense", "fp8_ds_mla"])
+def test_more_pieces_than_multiprocessors(name: str, cuda: Backend) -> None:
+    """A round of whole rows, and some that are cut; head tiles in part are cut like others."""
+    import torch
+
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    for rows, heads in ((count + 2, 64), (count // 2 + 1, 70)):
+        case = case_of((name, 576, "bfloat16"), heads=heads, leading=(rows,), topk=600)
+        case = replace(case, max_logits="given", out="strided", lse="strided", sink="normal")
+        cuda.check(cases.make(case, seed=rows))
+        if cuda.kernel == "sm90":
+            plan = sparse_mla.plan(
+                batch=rows, heads=heads, topk=600, cache_format=name, device="cuda:0"
+            )
+            of_row = plan["splits"] * 64 * (512 + 2) * 4
+            assert plan["workspace_bytes"] % of_row == 0
+            assert 0 < plan["workspace_bytes"] < of_row * count
+
+
 @pytest.mark.parametrize(
     "names",
     [("dense", "dense"), ("dense", "norope"), ("norope", "dense"), ("norope", "norope")],

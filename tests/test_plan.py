@@ -305,14 +305,15 @@ def test_hopper_kernels_run_where_they_are_asked_for(fake: Path) -> None:
     [
         ("sm90", {}),
         ("sm90", {"cache_format": "fp8_ds_mla"}),
-        ("sm90", {"heads": 33, "batch": 8}),
-        ("sm80", {"heads": 33, "batch": 7}),
-        ("sm90", {"batch": 4}),
-        ("sm80", {"batch": 3}),
-        ("sm80", {"heads": 32, "batch": 4096}),
-        ("sm90", {"heads": 17, "batch": 64, "cache_format": "fp8_ds_mla"}),
+        ("sm90", {"heads": 33, "batch": 6}),
+        ("sm80", {"heads": 33, "batch": 5}),
+        ("sm90", {"batch": 3}),
+        ("sm80", {"batch": 2}),
+        ("sm90", {"heads": 17, "batch": 9}),
+        ("sm80", {"heads": 17, "batch": 8}),
+        ("sm90", {"heads": 32, "batch": 9, "cache_format": "fp8_ds_mla"}),
+        ("sm80", {"heads": 16, "batch": 4096}),
         ("sm80", {"heads": 16, "batch": 64, "cache_format": "fp8_ds_mla"}),
-        ("sm80", {"heads": 32, "batch": 63, "cache_format": "fp8_ds_mla"}),
         ("sm90", {"topk": 512}),
         ("sm80", {"topk": 511}),
         ("sm80", {"batch_invariant": True}),
@@ -328,10 +329,15 @@ def test_hopper_kernels_run_where_they_pay(kernel: str, changed: dict, fake: Pat
 
 
 @needs_kernels
-def test_hopper_kernels_split_rows_only_where_merging_is_less(fake: Path) -> None:
-    shapes = [{**MANY, "cache_format": "fp8_ds_mla", "batch": rows} for rows in (4, 100, 4096)]
-    plans = planned(fake, shapes, **HOPPER)
-    assert [plan["splits"] > 1 for plan in plans] == [True, False, False]
+@pytest.mark.parametrize("cache", [{}, {"cache_format": "fp8_ds_mla"}], ids=["dense", "packed"])
+def test_hopper_kernels_cut_what_is_past_the_last_full_round(cache: dict, fake: Path) -> None:
+    """Of 116 multiprocessors. The workspace is for the pieces that are cut, 64 heads each; where
+    that would cost more than it spares, none is."""
+    pieces_cut = {4: 8, 58: 0, 62: 8, 100: 0, 117: 2, 4096: 8192 % 116}
+    shapes = [{**MANY, **cache, "batch": rows} for rows in pieces_cut]
+    for plan, cut in zip(planned(fake, shapes, **HOPPER), pieces_cut.values(), strict=True):
+        assert (plan["kernel"], plan["splits"] > 1) == ("sm90", cut > 0), plan
+        assert plan["workspace_bytes"] == (cut > 0) * plan["splits"] * cut * 64 * (512 + 2) * 4
 
 
 @needs_kernels

@@ -7,6 +7,7 @@
 #include "gpu/device.h"
 #include "gpu/gpu.h"
 #include "slot.h"
+#include "sm80_kernels.h"
 
 static struct smla_layout layout_of(enum smla_format format, enum smla_dtype dense)
 {
@@ -40,14 +41,15 @@ static void set_workspace(struct smla_gpu_attend *launch, const struct smla_plan
     launch->part_sum = launch->part_max + parts;
 }
 
-/* Blocks that merge `heads` heads of all rows: any_combine loops over them, a warp of sm80_combine
- * takes a quarter of one, a block of sm80_combine_many too. */
+/* Blocks that merge `heads` heads: any_combine loops over them, a warp of sm80_combine takes some
+ * of the runs of one, a block of sm80_combine_many a run. */
 static int64_t combine_blocks(const struct smla_plan *plan, int64_t heads)
 {
-    enum { QUARTERS = 4, WARPS = 8 };
     switch (plan->combine_id) {
-    case SMLA_KERNEL_SM80_COMBINE: return (heads * QUARTERS + WARPS - 1) / WARPS;
-    case SMLA_KERNEL_SM80_COMBINE_MANY: return heads * QUARTERS;
+    case SMLA_KERNEL_SM80_COMBINE:
+        heads *= SMLA_COMBINE_ALL_RUNS / SMLA_COMBINE_RUNS(plan->splits);
+        return (heads + SMLA_COMBINE_WARPS - 1) / SMLA_COMBINE_WARPS;
+    case SMLA_KERNEL_SM80_COMBINE_MANY: return heads * SMLA_COMBINE_ALL_RUNS;
     default: return smla_gpu_grid_of(SMLA_KERNEL_COMBINE, heads).blocks;
     }
 }
