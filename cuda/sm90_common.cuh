@@ -219,6 +219,16 @@ template <typename Row, typename Shared> __device__ void end_tiles(Shared &share
     publish_tile(shared, tile, 0);
 }
 
+/* How many entries of the split there are up to the last that may count. */
+template <typename Shared>
+__device__ int64_t entries_of_split(const smla_attend &work, const Shared &shared)
+{
+    const bool has_second = work.sources == 2 && shared.rows[1].entries > 0;
+    const int64_t end = has_second ? work.source[0].topk + shared.rows[1].entries
+                                   : shared.rows[0].entries;
+    return max(min(shared.piece.end, end) - shared.piece.begin, (int64_t)0);
+}
+
 /* The rows of the valid entries of the split, for look-up warp `warp`: every other round of 32. A
  * row is known and asked for before its turn comes to be given a place. */
 template <typename Row, bool plain, typename Shared>
@@ -227,7 +237,7 @@ __device__ void look_up_rounds(const smla_gpu_attend &launch, Shared &shared, in
     constexpr int STRIDE = LOOK_UP_WARPS * WARP;
     const smla_attend &work = launch.work;
     const int64_t begin = shared.piece.begin;
-    const int rounds = (int)((shared.piece.end - begin + WARP - 1) / WARP);
+    const int rounds = (int)((entries_of_split(work, shared) + WARP - 1) / WARP);
     int64_t i = warp * WARP + threadIdx.x % WARP;
     int64_t index = 0;
     const plain_indices indices = plain ? indices_of(work, shared) : plain_indices{};
