@@ -230,7 +230,7 @@ __device__ int64_t entries_of_split(const smla_attend &work, const Shared &share
 }
 
 /* The rows of the valid entries of the split, for look-up warp `warp`: every other round of 32. A
- * row is known and asked for before its turn comes to be given a place. */
+ * row is known before its turn comes to be given a place. */
 template <typename Row, bool plain, typename Shared>
 __device__ void look_up_rounds(const smla_gpu_attend &launch, Shared &shared, int warp)
 {
@@ -260,7 +260,6 @@ __device__ void look_up_rounds(const smla_gpu_attend &launch, Shared &shared, in
             if (ahead) ptx::prefetch(ahead);
             row = look_up(work, shared, begin + i);
         }
-        if (Row::PREFETCHED && row) ptx::prefetch_bulk(row, Row::BYTES);
         const int turn = round / LOOK_UP_WARPS & 1;
         wait_warp(&shared.turn[1 - warp], warp == 0 ? turn ^ 1 : turn);
         if (round == rounds) {

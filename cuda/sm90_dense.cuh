@@ -11,9 +11,9 @@
  *   1, 2  multiply. Each makes scores and weights of every other tile, its own. Each keeps 256 of
  *         the 512 numbers of out, in registers, to which it adds the values of all tiles in order.
  *
- * While one of the latter weighs, the other's next scores are made: both are behind one tile's
- * values and before the next's. They hand things on by barriers in shared memory, at which every
- * thread arrives:
+ * The latter leave no gap between their products: those of a tile's values are under way while the
+ * scores of the next one become weights, and the scores of the one after that are asked for behind
+ * them. All hand things on by barriers in shared memory, at which every thread arrives:
  *
  *   turn     look-up -> look-up    the other warp's entries have their places
  *   known    look-up -> copying    the rows of a tile are known; a size of 0: there are no more
@@ -70,8 +70,6 @@ template <int d_qk> struct dense_row {
     static constexpr bool HAS_ROPE = d_qk == LATENT + ROPE;
     static constexpr int BLOCKS = LATENT_BLOCKS + HAS_ROPE;
     static constexpr int TILE = dense::TILE;
-    static constexpr int BYTES = d_qk * 2;
-    static constexpr bool PREFETCHED = false; /* into L2, when looked up */
 };
 
 template <typename Row> struct shared_state {
@@ -92,7 +90,6 @@ template <typename Row> struct shared_state {
     smla_gpu_attend launch;
     piece piece;
     int64_t part; /* where its head 0 is in the workspace, in heads; -1: the block has all of it */
-
     smla_row rows[2];
     unsigned long long first_fault; /* packed by note_fault; the lowest wins */
     unsigned int faults;
@@ -200,7 +197,7 @@ template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shar
         } else if (tile < ends) {
             ends = tile;
         }
-        if (half == 0 && place.piece == 0) shared.size[stage] = size;
+        if (half == 0 && lane == 0) shared.size[stage] = size;
         ptx::arrive_after_copies(&shared.full[stage]);
         ptx::arrive(&shared.full[stage]);
     }

@@ -80,8 +80,6 @@ template <int d_qk> struct packed_row {
     static constexpr int BLOCKS = LATENT_BLOCKS + HAS_ROPE;
     static constexpr int TILE = packed::TILE;
     static constexpr int ROPE_AT = PITCH; /* bytes */
-    static constexpr int BYTES = ROPE_AT + (HAS_ROPE ? ROPE * 2 : 0);
-    static constexpr bool PREFETCHED = false; /* it made no difference */
 };
 
 template <typename Row> struct shared_state {
@@ -114,7 +112,6 @@ template <typename Row> struct shared_state {
     smla_gpu_attend launch;
     piece piece;
     int64_t part; /* where its head 0 is in the workspace, in heads; -1: the block has all of it */
-
     smla_row rows[2];
     unsigned long long first_fault; /* packed by note_fault; the lowest wins */
     unsigned int faults;

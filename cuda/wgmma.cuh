@@ -38,12 +38,6 @@ __device__ inline void publish_operands()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Brings `bytes`, a multiple of 16 at an address that is, into L2. */
-__device__ inline void prefetch_bulk(const void *pointer, int bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(pointer), "r"(bytes));
-}
-
 /* 16 bytes that are read once, or zeros where there is nothing. In the order of the program: loads
  * that are to be under way together stay together. */
 __device__ inline uint4 load_once(const void *pointer, bool present)
