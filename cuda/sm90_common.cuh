@@ -1,7 +1,7 @@
-/* What the kernels of Hopper's own products have in common: how threads wait for one another,
- * operands in shared memory, the looking up of rows, q as an operand, the report of faults. Each of
- * these kernels has a block of 64 heads, and warps that only gather: two of them look the valid
- * entries of the block's split up, others copy their rows. */
+/* What the kernels of Hopper's own products have in common: which piece of the work a block takes,
+ * how threads wait for one another, operands in shared memory, the looking up of rows, results and
+ * faults. Each of these kernels has blocks of 64 heads and three warpgroups. One gathers: two of
+ * its warps look the valid entries of the block's split up, two copy their rows. Two multiply. */
 #pragma once
 
 #include "sm80_attend.cuh"

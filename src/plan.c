@@ -166,13 +166,18 @@ struct split_shape {
     int64_t pieces; /* rows times head tiles */
     int64_t multiprocessors;
     int64_t resident; /* blocks that one of them holds */
+    int64_t cut;      /* pieces that are cut */
+    int64_t entries;  /* of a row */
+    int64_t tile;     /* entries of one */
     int64_t tiles;    /* of a row */
 };
+
+typedef double split_cost(const struct split_shape *shape, int64_t splits);
 
 /* What `splits` parts of a row cost, in the time of a tile: every round of blocks its longest part
  * and a block's start and end, all of it slower where blocks share a multiprocessor, and a little
  * for the merging. */
-static double split_cost(const struct split_shape *shape, int64_t splits)
+static double sm80_cost(const struct split_shape *shape, int64_t splits)
 {
     const double start_and_end = 5.0, sharing = 0.6, merging = 0.035;
     int64_t merged = shape->pieces < 8 ? shape->pieces : 8;
@@ -185,14 +190,14 @@ static double split_cost(const struct split_shape *shape, int64_t splits)
 
 /* The splits of the least cost, the fewest of equals. Of those whose longest part has the same
  * length the fewest cost the least, so that only these are looked at: some 20 instead of 64. */
-static int64_t cheapest_splits(const struct split_shape *shape)
+static int64_t cheapest_splits(const struct split_shape *shape, split_cost *cost_of)
 {
     int64_t best = 1, longest = shape->tiles;
-    double least = split_cost(shape, 1);
+    double least = cost_of(shape, 1);
     while (longest > 1) {
         int64_t splits = ceil_div(shape->tiles, longest - 1);
         if (splits > SMLA_MOST_SPLITS) break;
-        double cost = split_cost(shape, splits);
+        double cost = cost_of(shape, splits);
         if (cost < least) {
             least = cost;
             best = splits;
@@ -218,7 +223,7 @@ static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct
     if (!work->batch_invariant) {
         shape->pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
         shape->tiles = ceil_div(entries_of(work), tile);
-        wanted = cheapest_splits(shape);
+        wanted = cheapest_splits(shape, sm80_cost);
     }
     set_splits(work, wanted, tile, plan);
     set_combine(plan);
@@ -257,43 +262,41 @@ static bool sm90_pays(const struct smla_attend *work)
     return !work->batch_invariant && entries_of(work) >= FEW_ENTRIES && sm80_heads(work) > 16;
 }
 
-/* What `splits` parts of the last `cut` pieces cost, in the time of an entry: the rounds of whole
- * pieces before them, their own, every block's start and end, and the merging. Measured, see
+/* What `splits` parts of the last pieces cost, in the time of an entry: the rounds of whole pieces
+ * before them, their own, every block's start and end, and the merging. Measured, see
  * docs/performance.md. */
-static double cut_cost(int64_t pieces, int64_t cut, int64_t splits, int64_t part, int64_t entries,
-                       int64_t multiprocessors)
+static double sm90_cost(const struct split_shape *shape, int64_t splits)
 {
     const double start_and_end = 170.0, merging_start = 100.0, merging = 1.0; /* a part */
     const double many = splits > SMLA_COMBINE_LOADS ? 96.0 : 0.0;
-    double whole_rounds = (double)ceil_div(pieces - cut, multiprocessors);
-    double cut_rounds = (double)ceil_div(cut * splits, multiprocessors);
-    return whole_rounds * ((double)entries + start_and_end) +
-           cut_rounds * ((double)part + start_and_end) +
-           (splits > 1 ? merging_start + many + merging * (double)(cut * splits) : 0.0);
+    int64_t part = splits > 1 ? ceil_div(shape->tiles, splits) * shape->tile : shape->entries;
+    int64_t whole_rounds = ceil_div(shape->pieces - shape->cut, shape->multiprocessors);
+    int64_t cut_rounds = ceil_div(shape->cut * splits, shape->multiprocessors);
+    return (double)whole_rounds * ((double)shape->entries + start_and_end) +
+           (double)cut_rounds * ((double)part + start_and_end) +
+           (splits > 1 ? merging_start + many + merging * (double)(shape->cut * splits) : 0.0);
 }
 
 /* The pieces that fill rounds of blocks stay whole; the others, or all where there are fewer than
- * multiprocessors, are cut as costs the least, into the fewest of equal splits. */
+ * multiprocessors, are cut as costs the least. */
 static void set_cut(const struct smla_attend *work, const struct smla_target *target, int64_t tile,
                     struct smla_plan *plan)
 {
-    int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
-    int64_t cut = work->batch_invariant ? pieces : pieces % target->multiprocessors;
-    int64_t entries = entries_of(work), best = ceil_div(entries, INVARIANT_ENTRIES);
+    int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile), cut = pieces;
+    int64_t wanted = ceil_div(entries_of(work), INVARIANT_ENTRIES);
     if (!work->batch_invariant) {
-        double least = cut_cost(pieces, cut, 1, entries, entries, target->multiprocessors);
-        best = 1;
-        for (int64_t splits = 2; splits <= SMLA_MOST_SPLITS && splits * tile <= entries + tile;
-             splits++) {
-            int64_t part = ceil_div(ceil_div(entries, splits), tile) * tile;
-            double cost = cut_cost(pieces, cut, splits, part, entries, target->multiprocessors);
-            if (cost < least) {
-                least = cost;
-                best = splits;
-            }
-        }
+        cut = pieces % target->multiprocessors;
+        struct split_shape shape = {
+            .pieces = pieces,
+            .multiprocessors = target->multiprocessors,
+            .cut = cut,
+            .entries = entries_of(work),
+            .tile = tile,
+            .tiles = ceil_div(entries_of(work), tile),
+        };
+        wanted = cheapest_splits(&shape, sm90_cost);
     }
-    set_splits(work, best, tile, plan);
+    set_splits(work, wanted, tile, plan);
     if (plan->splits == 1) cut = pieces;
     plan->whole = (int32_t)(pieces - cut);
     plan->cut_pieces = (int32_t)cut;
