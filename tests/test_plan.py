@@ -340,6 +340,37 @@ def test_hopper_kernels_cut_what_is_past_the_last_full_round(cache: dict, fake: 
         assert plan["workspace_bytes"] == (cut > 0) * plan["splits"] * cut * 64 * (512 + 2) * 4
 
 
+BLOCKS = """
+import functools, numpy as np, sparse_mla
+from capsules import Producer
+from fake_gpu import last_launch, tensor
+
+bfloat16 = functools.partial(tensor, dtype=np.float16, kind=functools.partial(Producer, code=4))
+cache = bfloat16(4, 8, 576)
+for rows, heads in ((58, 70), (62, 70), (70, 70)):
+    q, slots = bfloat16(rows, heads, 576), tensor(rows, 2048, dtype=np.int32)
+    out, lse = tensor(rows, heads, 512), tensor(rows, heads)
+    sparse_mla.attend(q, cache, slots, out=out, lse=lse, softmax_scale=1.0)
+    plan = sparse_mla.plan(batch=rows, heads=heads, topk=2048, device="cuda:0")
+    print(last_launch().kernel.decode(), last_launch().blocks, plan["splits"])
+"""
+
+
+@needs_kernels
+def test_blocks_are_for_all_pieces_and_merging_is_for_those_that_are_cut(fake: Path) -> None:
+    """116 multiprocessors: a full round of 58 rows of two head tiles, and rows beyond it. What
+    merges takes 8 warps a block, of which each has so many of a head's four runs as fit its eight
+    loads; heads are those of whole tiles."""
+    lines = [line.split() for line in run(BLOCKS, fake, **HOPPER).splitlines()]
+    assert lines[0] == ["sm90_bf16_576_64", "116", "1"]
+    for (kernel, blocks, splits), cut in zip(lines[1:], (8, 24), strict=True):
+        runs = {1: 4, 2: 4, 3: 2, 4: 2}.get(int(splits), 1)
+        if int(splits) > 8:
+            assert (kernel, int(blocks)) == ("sm80_combine_many", cut * 64 * 4)
+        else:
+            assert (kernel, int(blocks)) == ("sm80_combine", cut * 64 * 4 // runs // 8)
+
+
 @needs_kernels
 def test_hopper_kernels_that_are_asked_for_elsewhere(fake: Path) -> None:
     code = (
