@@ -16,9 +16,6 @@ past it is an error. Results are compared with the oracle, so that the run is a 
 `--kernel NAME` runs one family of the attend kernels; `--few` has each specialisation once in one
 part and once in several, for racecheck, which is slower than the others by far.
 
-The oracle takes more time than the kernels: of several runs side by side each has to have its
-share of the cores (OMP_NUM_THREADS and OPENBLAS_NUM_THREADS).
-
 initcheck looks at the kernels of this project alone, of all its families at once, since one reads
 what another wrote. What PyTorch's own kernels write it then takes for never written, and so would
 complain of the copies that bring it to the host: those are not looked at. Arrays come to the GPU by
@@ -35,6 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the tools run side by side
 
 import numpy as np
 
