@@ -312,6 +312,47 @@ template <typename Shared> __device__ int wait_for_tile(Shared &shared, unsigned
     return shared.known_size[tile % KNOWN_TILES];
 }
 
+/* -------------------------------------------------------------------------- copying */
+
+/* The work of a copying warp: copy(tile, size) asks for its half of a tile's rows; whether a lane
+ * is the first is asked as the kernel has registers for it. Behind the last tile there is an empty
+ * one for each of the warpgroups that multiply. */
+template <int stages, typename Shared, typename FirstLane, typename Copy>
+__device__ void copy_all_tiles(Shared &shared, int half, const FirstLane &is_first_lane,
+                               const Copy &copy)
+{
+    int ends = INT_MAX; /* the first tile that is empty */
+#pragma unroll 1
+    for (int tile = 0; tile < ends || tile - ends < OWNERS; tile++) {
+        const int stage = tile % stages;
+        const int size = tile < ends ? wait_for_tile(shared, tile) : 0;
+        wait_warp(&shared.empty[stage][half], (tile / stages & 1) ^ 1);
+        if (size > 0) {
+            copy(tile, size);
+            ptx::arrive(&shared.read[tile % KNOWN_TILES]);
+        } else if (tile < ends) {
+            ends = tile;
+        }
+        if (half == 0 && is_first_lane()) shared.size[stage] = size;
+        ptx::arrive_after_copies(&shared.full[stage]);
+        ptx::arrive(&shared.full[stage]);
+    }
+}
+
+/* The work of the warps that gather; copy(half) is that of those that copy. */
+template <typename Row, typename Shared, typename Copy>
+__device__ void gather(const smla_gpu_attend &launch, const piece &piece, Shared &shared,
+                       const Copy &copy)
+{
+    open_block(launch.work, piece, shared);
+    const int warp = threadIdx.x / WARP;
+    if (warp < LOOK_UP_WARPS) {
+        look_up_tiles<Row>(launch, shared, warp);
+    } else {
+        copy(warp - LOOK_UP_WARPS);
+    }
+}
+
 /* -------------------------------------------------------------------------- the query */
 
 /* 8 numbers of q. */
@@ -414,3 +455,11 @@ __device__ void report_noted(const smla_gpu_attend &launch, const Shared &shared
 }
 
 } // namespace sm90
+
+/* A kernel, as its file of kernels names it. */
+#define SMLA_SM90_ATTEND(kernels, name, d_qk)                                                      \
+    extern "C" __global__ void __launch_bounds__(sm90::THREADS, 1)                                 \
+        name(const __grid_constant__ smla_gpu_attend launch)                                       \
+    {                                                                                              \
+        kernels::attend<d_qk, kernels::name##_shared>(launch);                                     \
+    }

@@ -170,8 +170,6 @@ __device__ void copy_rows(const uint8_t *const *rows, uint32_t to, const copy_la
     }
 }
 
-/* The work of a copying warp. Behind the last tile there is an empty one for each of the
- * warpgroups that multiply. */
 template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shared, int half)
 {
     const int lane = threadIdx.x % WARP;
@@ -179,28 +177,17 @@ template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shar
         ptx::fresh(lane / OF_ROW * CACHE_BLOCK + swapped(0, lane % OF_ROW)),
         ptx::fresh(LATENT_BLOCKS * CACHE_BLOCK + swapped(lane / OF_ROW, lane % OF_ROW)),
         ptx::fresh(lane * 16), ptx::fresh(lane / OF_ROW)};
-    int ends = INT_MAX; /* the first tile that is empty */
-#pragma unroll 1
-    for (int tile = 0; tile < ends || tile - ends < OWNERS; tile++) {
-        const int stage = tile % STAGES;
-        const int size = tile < ends ? wait_for_tile(shared, tile) : 0;
-        wait_warp(&shared.empty[stage][half], (tile / STAGES & 1) ^ 1);
-        if (size > 0) {
+    copy_all_tiles<STAGES>(
+        shared, half, [&] { return lane == 0; },
+        [&](int tile, int size) {
             const uint8_t *const *rows = &shared.entries[tile % KNOWN_TILES][half * HALF];
-            const uint32_t to = ptx::shared_address(shared.cache[stage][0][half * HALF]);
+            const uint32_t to = ptx::shared_address(shared.cache[tile % STAGES][0][half * HALF]);
             if (size == TILE) {
                 copy_rows<Row, true>(rows, to, place, HALF);
             } else {
                 copy_rows<Row, false>(rows, to, place, size - half * HALF);
             }
-            ptx::arrive(&shared.read[tile % KNOWN_TILES]);
-        } else if (tile < ends) {
-            ends = tile;
-        }
-        if (half == 0 && lane == 0) shared.size[stage] = size;
-        ptx::arrive_after_copies(&shared.full[stage]);
-        ptx::arrive(&shared.full[stage]);
-    }
+        });
 }
 
 /* -------------------------------------------------------------------------- the query */
@@ -271,6 +258,32 @@ struct tile_weights {
     uint32_t high[PAIRS];     /* the upper halves */
     uint32_t rest[PAIRS / 2]; /* the bytes of two pairs */
 };
+
+/* Words that a thread leaves for the one of the same place in the other warpgroup. */
+template <int fours, int words>
+__device__ void store_words(uint4 (&to)[fours][ptx::WARPGROUP], const uint32_t (&word)[words])
+{
+    static_assert(words == 4 * fours, "all of them");
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        const uint32_t *four = &word[4 * i];
+        to[i][group_thread()] = make_uint4(four[0], four[1], four[2], four[3]);
+    }
+}
+
+template <int fours, int words>
+__device__ void load_words(const uint4 (&from)[fours][ptx::WARPGROUP], uint32_t (&word)[words])
+{
+    static_assert(words == 4 * fours, "all of them");
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        const uint4 four = from[i][group_thread()];
+        word[4 * i] = four.x;
+        word[4 * i + 1] = four.y;
+        word[4 * i + 2] = four.z;
+        word[4 * i + 3] = four.w;
+    }
+}
 
 /* What the upper halves of a pair leave, as bfloat16 numbers. The byte stands behind itself in the
  * float32 number that it is taken from: what that adds is below the difference's last place. */
@@ -381,18 +394,9 @@ __device__ bool weigh(const smla_attend &work, Shared &shared, unsigned tile,
         weights.rest[pair / 2] = pair % 2 ? __byte_perm(weights.rest[pair / 2], bytes, 0x5410)
                                           : bytes;
     }
-    const int thread = group_thread();
-#pragma unroll
-    for (int i = 0; i < PAIRS / 4; i++) {
-        const uint32_t *four = &weights.high[4 * i];
-        shared.high[i][thread] = make_uint4(four[0], four[1], four[2], four[3]);
-    }
-#pragma unroll
-    for (int i = 0; i < PAIRS / 8; i++) {
-        const uint32_t *four = &weights.rest[4 * i];
-        shared.rest[i][thread] = make_uint4(four[0], four[1], four[2], four[3]);
-    }
-    if (drops && thread % WARP == 0) (&shared.moved.x)[warp_of_group()] = tile;
+    store_words(shared.high, weights.high);
+    store_words(shared.rest, weights.rest);
+    if (drops && group_thread() % WARP == 0) (&shared.moved.x)[warp_of_group()] = tile;
     ptx::arrive(&shared.weighed);
     return drops;
 }
@@ -429,23 +433,8 @@ __device__ void drop_sums(const Shared &shared, int tile, head_state &heads, val
 
 template <typename Shared> __device__ void take_weights(const Shared &shared, tile_weights &weights)
 {
-    const int thread = group_thread();
-#pragma unroll
-    for (int i = 0; i < PAIRS / 4; i++) {
-        const uint4 four = shared.high[i][thread];
-        weights.high[4 * i] = four.x;
-        weights.high[4 * i + 1] = four.y;
-        weights.high[4 * i + 2] = four.z;
-        weights.high[4 * i + 3] = four.w;
-    }
-#pragma unroll
-    for (int i = 0; i < PAIRS / 8; i++) {
-        const uint4 four = shared.rest[i][thread];
-        weights.rest[4 * i] = four.x;
-        weights.rest[4 * i + 1] = four.y;
-        weights.rest[4 * i + 2] = four.z;
-        weights.rest[4 * i + 3] = four.w;
-    }
+    load_words(shared.high, weights.high);
+    load_words(shared.rest, weights.rest);
     __syncwarp(); /* all have read what lanes will write for the next tile */
 }
 
@@ -647,13 +636,7 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
     }
     if (threadIdx.x < GATHERERS) {
         ptx::keep_registers<GATHER_REGISTERS>();
-        open_block(work, piece, shared);
-        const int warp = threadIdx.x / WARP;
-        if (warp < LOOK_UP_WARPS) {
-            look_up_tiles<Row>(launch, shared, warp);
-        } else {
-            copy_tiles<Row>(shared, warp - LOOK_UP_WARPS);
-        }
+        gather<Row>(launch, piece, shared, [&](int half) { copy_tiles<Row>(shared, half); });
     } else {
         ptx::take_registers<MULTIPLY_REGISTERS>();
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;

@@ -2,12 +2,5 @@
  */
 #include "sm90_packed.cuh"
 
-#define ATTEND(name, d_qk)                                                                         \
-    extern "C" __global__ void __launch_bounds__(packed::THREADS, 1)                               \
-        name(const __grid_constant__ smla_gpu_attend launch)                                       \
-    {                                                                                              \
-        packed::attend<d_qk, packed::name##_shared>(launch);                                       \
-    }
-
-ATTEND(sm90_bf16_fp8_ds_mla_64, 576)
-ATTEND(sm90_bf16_fp8_ds_mla_norope_64, 512)
+SMLA_SM90_ATTEND(packed, sm90_bf16_fp8_ds_mla_64, 576)
+SMLA_SM90_ATTEND(packed, sm90_bf16_fp8_ds_mla_norope_64, 512)

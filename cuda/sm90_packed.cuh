@@ -232,29 +232,16 @@ __device__ void copy_rows(Shared &shared, unsigned tile, int half, int size)
     }
 }
 
-/* The work of a copying warp. Behind the last tile there is an empty one for each of the
- * warpgroups that multiply. */
 template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shared, int half)
 {
-    int ends = INT_MAX; /* the first tile that is empty */
-#pragma unroll 1
-    for (int tile = 0; tile < ends || tile - ends < OWNERS; tile++) {
-        const int stage = tile % STAGES;
-        const int size = tile < ends ? wait_for_tile(shared, tile) : 0;
-        wait_warp(&shared.empty[stage][half], (tile / STAGES & 1) ^ 1);
-        if (size > 0) {
+    copy_all_tiles<STAGES>(
+        shared, half, [] { return lane_of_warp() == 0; },
+        [&](int tile, int size) {
             if constexpr (Row::HAS_ROPE) {
                 wait_warp(&shared.rope_empty[tile % ROPE_STAGES], (tile / ROPE_STAGES & 1) ^ 1);
             }
             copy_rows<Row>(shared, tile, half, size);
-            ptx::arrive(&shared.read[tile % KNOWN_TILES]);
-        } else if (tile < ends) {
-            ends = tile;
-        }
-        if (half == 0 && lane_of_warp() == 0) shared.size[stage] = size;
-        ptx::arrive_after_copies(&shared.full[stage]);
-        ptx::arrive(&shared.full[stage]);
-    }
+        });
 }
 
 /* -------------------------------------------------------------------------- the query */
@@ -912,13 +899,7 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
     }
     if (threadIdx.x < GATHERERS) {
         ptx::keep_registers<GATHER_REGISTERS>();
-        open_block(work, piece, shared);
-        const int warp = threadIdx.x / WARP;
-        if (warp < LOOK_UP_WARPS) {
-            look_up_tiles<Row>(launch, shared, warp);
-        } else {
-            copy_tiles<Row>(shared, warp - LOOK_UP_WARPS);
-        }
+        gather<Row>(launch, piece, shared, [&](int half) { copy_tiles<Row>(shared, half); });
     } else {
         ptx::take_registers<MULTIPLY_REGISTERS>();
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;

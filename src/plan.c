@@ -55,8 +55,9 @@ static int64_t entries_of(const struct smla_attend *work)
     return work->source[0].topk + (work->sources == 2 ? work->source[1].topk : 0);
 }
 
-/* About `wanted` parts of a row, each a multiple of `step` entries. */
-static void set_splits(const struct smla_attend *work, int64_t wanted, int64_t step,
+/* About `wanted` parts of a row, each a multiple of `step` entries, for so many heads of all rows.
+ */
+static void set_splits(const struct smla_attend *work, int64_t heads, int64_t wanted, int64_t step,
                        struct smla_plan *plan)
 {
     int64_t entries = entries_of(work);
@@ -65,8 +66,8 @@ static void set_splits(const struct smla_attend *work, int64_t wanted, int64_t s
     plan->split_entries = ceil_div(ceil_div(entries, wanted), step) * step;
     plan->splits = entries ? (int32_t)ceil_div(entries, plan->split_entries) : 1;
     plan->launches = plan->splits > 1 ? 2 : 1;
-    if (plan->splits > 1)
-        plan->workspace_bytes = plan->splits * rows_of(work) * work->heads * (work->d_v + 2) * 4;
+    plan->merged_heads = heads;
+    if (plan->splits > 1) plan->workspace_bytes = plan->splits * heads * (work->d_v + 2) * 4;
 }
 
 /* Any dtype, format and width: q and the sums of eight heads in shared memory, or of one. Rows are
@@ -94,7 +95,7 @@ static enum smla_status plan_any(const struct smla_attend *work, const struct sm
                      : pieces              ? ceil_div(target->multiprocessors * DEPTH, pieces)
                                            : 1;
     int64_t most = ceil_div(entries_of(work), ENTRY_STEP);
-    set_splits(work, wanted < most ? wanted : most, ENTRY_STEP, plan);
+    set_splits(work, rows_of(work) * work->heads, wanted < most ? wanted : most, ENTRY_STEP, plan);
     return SMLA_OK;
 }
 
@@ -142,17 +143,13 @@ static int32_t find_tensor_cores(const struct smla_attend *work)
     return -1;
 }
 
-/* Whether there are so few rows that blocks are wanted more than shared reads. */
-static bool has_few_rows(const struct smla_attend *work)
-{
-    enum { FEW_PIECES = 16 };
-    return !work->batch_invariant && rows_of(work) * ceil_div(work->heads, 16) <= FEW_PIECES;
-}
-
-/* Heads of a block: as few tiles as share the gather, but one of 16 heads each for few rows. */
+/* Heads of a block: as few tiles as share the gather, but one of 16 heads each while there are so
+ * few rows that blocks are wanted more than shared reads. */
 static int32_t sm80_heads(const struct smla_attend *work)
 {
-    return work->heads <= 16 || has_few_rows(work) ? 16 : work->heads <= 32 ? 32 : 64;
+    enum { FEW_PIECES = 16 };
+    bool few = !work->batch_invariant && rows_of(work) * ceil_div(work->heads, 16) <= FEW_PIECES;
+    return work->heads <= 16 || few ? 16 : work->heads <= 32 ? 32 : 64;
 }
 
 /* Entries of a tile: see block_of in cuda/sm80_attend.cuh. */
@@ -225,7 +222,7 @@ static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct
         shape->tiles = ceil_div(entries_of(work), tile);
         wanted = cheapest_splits(shape, sm80_cost);
     }
-    set_splits(work, wanted, tile, plan);
+    set_splits(work, rows_of(work) * work->heads, wanted, tile, plan);
     set_combine(plan);
 }
 
@@ -247,11 +244,6 @@ static void plan_sm80(const struct smla_attend *work, const struct smla_target *
         .resident = resident,
     };
     set_tile_splits(work, sm80_tile(plan->head_tile), &shape, plan);
-}
-
-static bool is_packed(const struct smla_attend *work)
-{
-    return work->source[0].format != SMLA_DENSE;
 }
 
 /* Whether Hopper's own products pay: wherever sm80 would have blocks of more than 16 heads, but for
@@ -296,12 +288,10 @@ static void set_cut(const struct smla_attend *work, const struct smla_target *ta
         };
         wanted = cheapest_splits(&shape, sm90_cost);
     }
-    set_splits(work, wanted, tile, plan);
+    set_splits(work, cut * plan->head_tile, wanted, tile, plan);
     if (plan->splits == 1) cut = pieces;
     plan->whole = (int32_t)(pieces - cut);
     plan->cut_pieces = (int32_t)cut;
-    if (plan->splits > 1)
-        plan->workspace_bytes = plan->splits * cut * plan->head_tile * (work->d_v + 2) * 4;
     set_combine(plan);
 }
 
@@ -309,11 +299,13 @@ static void set_cut(const struct smla_attend *work, const struct smla_target *ta
 static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
                       int32_t line, struct smla_plan *plan)
 {
+    int64_t tile = work->source[0].format == SMLA_DENSE ? SMLA_SM90_DENSE_TILE
+                                                        : SMLA_SM90_PACKED_TILE;
     plan->kernel = "sm90";
     plan->head_tile = SMLA_SM90_HEADS;
     plan->kernel_id = TENSOR_CORES[line].sm90;
     plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
-    set_cut(work, target, is_packed(work) ? SMLA_SM90_PACKED_TILE : SMLA_SM90_DENSE_TILE, plan);
+    set_cut(work, target, tile, plan);
 }
 
 /* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */

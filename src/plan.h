@@ -19,6 +19,7 @@ struct smla_plan {
     const char *kernel;      /* "cpu_avx2", "sm90", "sm80", "any" */
     int64_t split_entries;   /* entries of a row that one part takes, of each source */
     int64_t workspace_bytes; /* partial results, in memory that the call takes and gives back */
+    int64_t merged_heads;    /* of one split there */
     int32_t kernel_id;       /* the backend's own number for `kernel` */
     int32_t combine_id;      /* the same of the kernel that merges the splits on a GPU */
     int32_t splits;          /* parts of a row that are merged at the end; 1: none */

@@ -24,31 +24,23 @@ static struct smla_layout layout_of(enum smla_format format, enum smla_dtype den
 
 /* -------------------------------------------------------------------------- attend */
 
-/* Heads of one split in the workspace. */
-static int64_t merged_heads(const struct smla_gpu_attend *launch, const struct smla_plan *plan)
-{
-    const struct smla_attend *work = &launch->work;
-    return launch->cut_pieces ? (int64_t)launch->cut_pieces * plan->head_tile
-                              : work->batch * work->s_q * work->heads;
-}
-
 static void set_workspace(struct smla_gpu_attend *launch, const struct smla_plan *plan,
                           void *workspace)
 {
-    const int64_t parts = launch->splits * merged_heads(launch, plan);
+    const int64_t parts = plan->splits * plan->merged_heads;
     launch->part_out = workspace;
     launch->part_max = launch->part_out + parts * launch->work.d_v;
     launch->part_sum = launch->part_max + parts;
 }
 
-/* Blocks that merge `heads` heads: any_combine loops over them, a warp of sm80_combine takes some
- * of the runs of one, a block of sm80_combine_many a run. */
-static int64_t combine_blocks(const struct smla_plan *plan, int64_t heads)
+/* Blocks that merge: any_combine loops over heads, a warp of sm80_combine takes some of the runs of
+ * one, a block of sm80_combine_many a run. */
+static int64_t combine_blocks(const struct smla_plan *plan)
 {
+    const int64_t heads = plan->merged_heads, warps = SMLA_COMBINE_WARPS;
+    const int64_t warps_of_head = SMLA_COMBINE_ALL_RUNS / SMLA_COMBINE_RUNS(plan->splits);
     switch (plan->combine_id) {
-    case SMLA_KERNEL_SM80_COMBINE:
-        heads *= SMLA_COMBINE_ALL_RUNS / SMLA_COMBINE_RUNS(plan->splits);
-        return (heads + SMLA_COMBINE_WARPS - 1) / SMLA_COMBINE_WARPS;
+    case SMLA_KERNEL_SM80_COMBINE: return (heads * warps_of_head + warps - 1) / warps;
     case SMLA_KERNEL_SM80_COMBINE_MANY: return heads * SMLA_COMBINE_ALL_RUNS;
     default: return smla_gpu_grid_of(SMLA_KERNEL_COMBINE, heads).blocks;
     }
@@ -66,7 +58,7 @@ static enum smla_status launch_attend(const struct smla_gpu_scope *scope,
         .shared_bytes = plan->shared_bytes,
     };
     const struct smla_gpu_grid parts = {
-        .blocks = combine_blocks(plan, merged_heads(launch, plan)),
+        .blocks = combine_blocks(plan),
         .overlaps = plan->combine_id != SMLA_KERNEL_COMBINE,
     };
     SMLA_TRY(smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->kernel_id, blocks, stream, launch,
