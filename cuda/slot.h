@@ -2,8 +2,9 @@
  * and on the GPU. An entry that is not valid never becomes an address.
  *
  * smla_open_row reads what the small arrays say about one row, smla_resolve turns entry j of that
- * row into a place in the cache or into the cause for which it is masked. Values are compared in
- * 64 bits before anything is narrowed or multiplied. */
+ * row into a place in the cache or into the cause for which it is masked; smla_locate and smla_map
+ * are what it does before and after it reads the block table. Values are compared in 64 bits before
+ * anything is narrowed or multiplied. */
 #ifndef SMLA_SLOT_H
 #define SMLA_SLOT_H
 
@@ -103,37 +104,73 @@ SMLA_SHARED void smla_open_row(const struct smla_attend *work, int which, int64_
     }
 }
 
-/* The place of entry j, 0 <= j < row->entries, or the cause for which it is masked. */
-SMLA_SHARED enum smla_cause smla_resolve(const struct smla_source *source,
-                                         const struct smla_row *row, int64_t j,
-                                         struct smla_place *place)
+/* n / d, and what is left, for n >= 0 and d > 0: numbers of 64 bits are slow to divide, on GPUs by
+ * far, and few are that large. */
+SMLA_SHARED int64_t smla_divide(int64_t n, int64_t d, int64_t *rest)
 {
-    int64_t position = j; /* without indices: local, and inside every bound by construction */
+    int64_t quotient = (n | d) >> 32 == 0 ? (uint32_t)n / (uint32_t)d : n / d;
+    *rest = n - quotient * d;
+    return quotient;
+}
+
+/* Of entry j, 0 <= j < row->entries, whose index is `position` where there are indices: the place,
+ * or with a block table the block of the request, which is still to be looked up; or the cause for
+ * which it is masked. */
+SMLA_SHARED enum smla_cause smla_locate(const struct smla_source *source,
+                                        const struct smla_row *row, int64_t j, int64_t position,
+                                        struct smla_place *place)
+{
     if (source->indices.dtype) {
-        position = smla_load_int(&source->indices, row->indices + j * source->indices.stride[2]);
         if (position < 0) return position == -1 ? SMLA_PADDING : SMLA_FAULT_INDEX;
         if (!source->block_table.dtype) {
-            place->block = position / source->block_size;
-            place->offset = position % source->block_size;
+            place->block = smla_divide(position, source->block_size, &place->offset);
             return place->block < source->num_blocks ? SMLA_VALID : SMLA_FAULT_SLOT;
         }
         if (position > row->last) return SMLA_AFTER_QUERY;
         if (position >= row->limit) return SMLA_PAST_SEQ_LEN;
         if (source->shard_size > 1) {
-            int64_t chunk = position / source->shard_interleave;
-            if (chunk % source->shard_size != source->shard_rank) return SMLA_OTHER_SHARD;
-            position = chunk / source->shard_size * source->shard_interleave +
-                       position % source->shard_interleave;
+            int64_t in_chunk, of_shard;
+            int64_t chunk = smla_divide(position, source->shard_interleave, &in_chunk);
+            int64_t round = smla_divide(chunk, source->shard_size, &of_shard);
+            if (of_shard != source->shard_rank) return SMLA_OTHER_SHARD;
+            position = round * source->shard_interleave + in_chunk;
         }
+    } else {
+        position = j; /* local, and inside every bound by construction */
     }
-    int64_t logical = position / source->block_size;
-    if (logical >= source->max_blocks) return SMLA_FAULT_LOGICAL;
-    place->block = smla_load_int(&source->block_table,
-                                 row->request * source->block_table.stride[0] +
-                                     logical * source->block_table.stride[1]);
-    place->offset = position % source->block_size;
-    if (place->block < 0) return place->block == -1 ? SMLA_UNALLOCATED : SMLA_FAULT_BLOCK;
-    return place->block < source->num_blocks ? SMLA_VALID : SMLA_FAULT_BLOCK;
+    place->block = smla_divide(position, source->block_size, &place->offset);
+    return place->block < source->max_blocks ? SMLA_VALID : SMLA_FAULT_LOGICAL;
+}
+
+/* The element of the block table that knows a located place's block. */
+SMLA_SHARED int64_t smla_table_element(const struct smla_source *source, const struct smla_row *row,
+                                       const struct smla_place *place)
+{
+    return row->request * source->block_table.stride[0] +
+           place->block * source->block_table.stride[1];
+}
+
+/* The place in `block`, which the table has given. */
+SMLA_SHARED enum smla_cause smla_map(const struct smla_source *source, int64_t block,
+                                     struct smla_place *place)
+{
+    place->block = block;
+    if (block < 0) return block == -1 ? SMLA_UNALLOCATED : SMLA_FAULT_BLOCK;
+    return block < source->num_blocks ? SMLA_VALID : SMLA_FAULT_BLOCK;
+}
+
+/* The place of entry j, 0 <= j < row->entries, or the cause for which it is masked. */
+SMLA_SHARED enum smla_cause smla_resolve(const struct smla_source *source,
+                                         const struct smla_row *row, int64_t j,
+                                         struct smla_place *place)
+{
+    const struct smla_array *indices = &source->indices, *table = &source->block_table;
+    int64_t position = indices->dtype
+                           ? smla_load_int(indices, row->indices + j * indices->stride[2])
+                           : j;
+    enum smla_cause cause = smla_locate(source, row, j, position, place);
+    if (cause != SMLA_VALID || !table->dtype) return cause;
+    return smla_map(source, smla_load_int(table, smla_table_element(source, row, place)), place);
 }
 
 /* Only for a place that smla_resolve called valid. */

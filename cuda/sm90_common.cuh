@@ -19,7 +19,8 @@ constexpr int THREADS = GATHERERS + MULTIPLIERS;
 constexpr int LOOK_UP_WARPS = 2;
 constexpr int COPY_WARPS = 2;
 static_assert((COPY_WARPS + LOOK_UP_WARPS) * WARP == GATHERERS, "all of them");
-constexpr int KNOWN_TILES = 4; /* whose rows are looked up ahead */
+constexpr int LOOK_UP_STRIDE = LOOK_UP_WARPS * WARP; /* entries */
+constexpr int KNOWN_TILES = 4;                       /* whose rows are looked up ahead */
 
 constexpr int COLUMNS = 64;                     /* of a block of an operand */
 constexpr int ROW_BYTES = COLUMNS * 2;          /* of it */
@@ -86,24 +87,75 @@ __device__ block_piece take_piece(const smla_gpu_attend &launch, unsigned block)
 /* A source of slots whose tokens follow one another at the same distance throughout: every slot
  * is a block of its own. What an index means is then known without a look at memory, and without
  * a division, so that only the indices have to be there in time. */
-__device__ bool is_plain(const smla_attend &work)
+__device__ bool is_plain(const smla_source &source)
 {
-    const smla_source &source = work.source[0];
-    return work.sources == 1 && source.indices.dtype && !source.block_table.dtype &&
+    return !source.block_table.dtype &&
            (source.num_blocks <= 1 ||
             source.block_stride == source.block_size * source.token_stride);
 }
 
-__device__ smla_source plain_source(const smla_source &source, const int64_t &position)
+__device__ smla_source plain_source(const smla_source &source)
 {
     smla_source plain = {};
-    plain.indices.data = &position;
-    plain.indices.dtype = SMLA_INT64;
+    plain.indices.dtype = SMLA_INT64; /* as they are passed on */
     plain.cache = source.cache;
     plain.block_stride = source.token_stride;
     plain.num_blocks = source.num_blocks * source.block_size;
     plain.block_size = 1;
     return plain;
+}
+
+/* A source of int32 positions whose int32 block table has the blocks of all of them. */
+__device__ bool is_mapped(const smla_source &source)
+{
+    return source.indices.dtype == SMLA_INT32 && source.block_table.dtype == SMLA_INT32 &&
+           source.shard_size == 1 && source.block_size <= INT32_MAX &&
+           source.max_blocks <= INT32_MAX && source.num_blocks <= INT32_MAX;
+}
+
+/* What the kernel is to know of it by heart. */
+__device__ smla_source mapped_source(const smla_source &source)
+{
+    smla_source mapped = {};
+    mapped.indices.dtype = SMLA_INT32;
+    mapped.block_table = source.block_table;
+    mapped.block_table.dtype = SMLA_INT32;
+    mapped.shard_size = 1;
+    mapped.cache = source.cache;
+    mapped.block_stride = source.block_stride;
+    mapped.token_stride = source.token_stride;
+    mapped.num_blocks = (int32_t)source.num_blocks;
+    mapped.max_blocks = (int32_t)source.max_blocks;
+    mapped.block_size = (int32_t)source.block_size;
+    return mapped;
+}
+
+/* The indices of the only source: of entry `begin` of the split on, `count` of them. */
+template <typename Index> struct split_indices {
+    const uint8_t *first;
+    int64_t pitch; /* bytes */
+    int64_t count;
+
+    /* -1 behind the last. */
+    __device__ Index load(int64_t i) const
+    {
+        return i < count ? *reinterpret_cast<const Index *>(first + i * pitch) : -1;
+    }
+
+    __device__ void prefetch(int64_t i) const
+    {
+        if (i < count) ptx::prefetch(first + i * pitch);
+    }
+};
+
+template <typename Index, typename Shared>
+__device__ split_indices<Index> indices_of(const smla_attend &work, const Shared &shared)
+{
+    const smla_array &indices = work.source[0].indices;
+    const int64_t begin = shared.piece.begin, pitch = indices.stride[2];
+    const int64_t end = min(shared.piece.end, shared.rows[0].entries);
+    return {index_at(indices, shared.rows[0].indices + begin * pitch),
+            pitch * (int64_t)sizeof(Index), end - begin};
 }
 
 /* Where the index of an entry of the split is, or null where there is none. */
@@ -131,35 +183,6 @@ __device__ const uint8_t *look_up(const smla_attend &work, Shared &shared, int64
     const smla_cause cause = smla_resolve(&work.source[which], &shared.rows[which], j, &place);
     if (cause >= SMLA_FAULT_INDEX) note_fault(shared, entry, cause, which);
     return cause == SMLA_VALID ? smla_token(&work.source[which], &place) : nullptr;
-}
-
-/* The indices of a plain source: of entry `begin` of the split on, `count` of them. */
-struct plain_indices {
-    const uint8_t *first;
-    int64_t pitch; /* bytes */
-    int64_t count;
-    bool wide; /* int64 */
-
-    __device__ int64_t load(int64_t i) const
-    {
-        if (i >= count) return -1;
-        const uint8_t *at = first + i * pitch;
-        return wide ? *reinterpret_cast<const int64_t *>(at)
-                    : (int64_t)*reinterpret_cast<const int32_t *>(at);
-    }
-};
-
-template <typename Shared>
-__device__ plain_indices indices_of(const smla_attend &work, const Shared &shared)
-{
-    const smla_array &indices = work.source[0].indices;
-    const int64_t begin = shared.piece.begin;
-    const int64_t end = min(shared.piece.end, shared.rows[0].entries);
-    const bool wide = indices.dtype == SMLA_INT64;
-    const int64_t bytes = wide ? 8 : 4;
-    return {static_cast<const uint8_t *>(indices.data) +
-                (shared.rows[0].indices + begin * indices.stride[2]) * bytes,
-            indices.stride[2] * bytes, end - begin, wide};
 }
 
 /* Brings the first indices of the split into L2 before anybody knows how many of them count. */
@@ -229,37 +252,16 @@ __device__ int64_t entries_of_split(const smla_attend &work, const Shared &share
     return max(min(shared.piece.end, end) - shared.piece.begin, (int64_t)0);
 }
 
-/* The rows of the valid entries of the split, for look-up warp `warp`: every other round of 32. A
- * row is known before its turn comes to be given a place. */
-template <typename Row, bool plain, typename Shared>
-__device__ void look_up_rounds(const smla_gpu_attend &launch, Shared &shared, int warp)
+/* The rows of the valid entries of the split, for look-up warp `warp`: every other round of 32.
+ * next_row(i) gives that of the lane's entry i of the split, in order: it is known before its turn
+ * comes to be given a place. */
+template <typename Row, typename Shared, typename NextRow>
+__device__ void look_up_rounds(const smla_attend &work, Shared &shared, int warp,
+                               const NextRow &next_row)
 {
-    constexpr int STRIDE = LOOK_UP_WARPS * WARP;
-    const smla_attend &work = launch.work;
-    const int64_t begin = shared.piece.begin;
     const int rounds = (int)((entries_of_split(work, shared) + WARP - 1) / WARP);
-    int64_t i = warp * WARP + threadIdx.x % WARP;
-    int64_t index = 0;
-    const plain_indices indices = plain ? indices_of(work, shared) : plain_indices{};
-    const smla_source source = plain_source(work.source[0], index);
-    if (plain) index = indices.load(i);
-    for (int round = warp; round <= rounds; round += LOOK_UP_WARPS, i += STRIDE) {
-        const uint8_t *row = nullptr;
-        if (plain) {
-            if (i + AHEAD < indices.count) {
-                ptx::prefetch(indices.first + (i + AHEAD) * indices.pitch);
-            }
-            const smla_row first = {};
-            smla_place place;
-            const smla_cause cause = smla_resolve(&source, &first, 0, &place);
-            if (cause >= SMLA_FAULT_INDEX) note_fault(shared, begin + i, cause, 0);
-            if (cause == SMLA_VALID) row = smla_token(&source, &place);
-            index = indices.load(i + STRIDE);
-        } else {
-            const uint8_t *ahead = index_address(work, shared, begin + i + AHEAD);
-            if (ahead) ptx::prefetch(ahead);
-            row = look_up(work, shared, begin + i);
-        }
+    for (int round = warp; round <= rounds; round += LOOK_UP_WARPS) {
+        const uint8_t *row = next_row((int64_t)round * WARP + threadIdx.x % WARP);
         const int turn = round / LOOK_UP_WARPS & 1;
         wait_warp(&shared.turn[1 - warp], warp == 0 ? turn ^ 1 : turn);
         if (round == rounds) {
@@ -268,6 +270,92 @@ __device__ void look_up_rounds(const smla_gpu_attend &launch, Shared &shared, in
             add_rows<Row>(shared, row);
             ptx::arrive(&shared.turn[warp]);
         }
+    }
+}
+
+/* Of slots, an entry's index is loaded a round ahead. */
+template <typename Row, typename Index, typename Shared>
+__device__ void look_up_plain(const smla_attend &work, Shared &shared, int warp)
+{
+    const split_indices<Index> indices = indices_of<Index>(work, shared);
+    const smla_source source = plain_source(work.source[0]);
+    const smla_row row = {};
+    Index index = indices.load(warp * WARP + threadIdx.x % WARP);
+    look_up_rounds<Row>(work, shared, warp, [&](int64_t i) {
+        indices.prefetch(i + AHEAD);
+        smla_place place;
+        const smla_cause cause = smla_locate(&source, &row, i, index, &place);
+        if (cause >= SMLA_FAULT_INDEX) note_fault(shared, shared.piece.begin + i, cause, 0);
+        index = indices.load(i + LOOK_UP_STRIDE);
+        return cause == SMLA_VALID ? smla_token(&source, &place) : nullptr;
+    });
+}
+
+/* Of positions, an entry's index is loaded two rounds ahead, and its block one. */
+template <typename Row, typename Shared>
+__device__ void look_up_mapped(const smla_attend &work, Shared &shared, int warp)
+{
+    const split_indices<int32_t> indices = indices_of<int32_t>(work, shared);
+    const smla_source source = mapped_source(work.source[0]);
+    const smla_row row = shared.rows[0];
+    struct {
+        const uint8_t *token; /* of block 0 */
+        int32_t block;
+        int32_t cause;
+    } next;
+    int32_t index;
+    const auto locate = [&](int64_t i) {
+        smla_place place;
+        next.cause = smla_locate(&source, &row, i, index, &place);
+        if (next.cause != SMLA_VALID) return;
+        next.block = static_cast<const int32_t *>(
+            source.block_table.data)[smla_table_element(&source, &row, &place)];
+        place.block = 0;
+        next.token = smla_token(&source, &place);
+    };
+    const int64_t first = warp * WARP + threadIdx.x % WARP;
+    index = indices.load(first);
+    locate(first);
+    index = indices.load(first + LOOK_UP_STRIDE);
+    look_up_rounds<Row>(work, shared, warp, [&](int64_t i) -> const uint8_t * {
+        const auto located = next;
+        indices.prefetch(i + AHEAD);
+        locate(i + LOOK_UP_STRIDE);
+        index = indices.load(i + 2 * LOOK_UP_STRIDE);
+        smla_place place;
+        smla_cause cause = (smla_cause)located.cause;
+        if (cause == SMLA_VALID) cause = smla_map(&source, located.block, &place);
+        if (cause >= SMLA_FAULT_INDEX) note_fault(shared, shared.piece.begin + i, cause, 0);
+        return cause == SMLA_VALID ? located.token + place.block * source.block_stride : nullptr;
+    });
+}
+
+/* Of any sources: one entry at a time. */
+template <typename Row, typename Shared>
+__device__ void look_up_any(const smla_attend &work, Shared &shared, int warp)
+{
+    look_up_rounds<Row>(work, shared, warp, [&](int64_t i) -> const uint8_t * {
+        const int64_t entry = shared.piece.begin + i;
+        const uint8_t *ahead = index_address(work, shared, entry + AHEAD);
+        if (ahead) ptx::prefetch(ahead);
+        return look_up(work, shared, entry);
+    });
+}
+
+/* The work of look-up warp `warp`. */
+template <typename Row, typename Shared>
+__device__ void look_up_tiles(const smla_attend &work, Shared &shared, int warp)
+{
+    const smla_source &source = work.source[0];
+    const bool is_only = work.sources == 1 && source.indices.dtype;
+    if (is_only && is_plain(source) && source.indices.dtype == SMLA_INT32) {
+        look_up_plain<Row, int32_t>(work, shared, warp);
+    } else if (is_only && is_plain(source)) {
+        look_up_plain<Row, int64_t>(work, shared, warp);
+    } else if (is_only && is_mapped(source)) {
+        look_up_mapped<Row>(work, shared, warp);
+    } else {
+        look_up_any<Row>(work, shared, warp);
     }
 }
 
@@ -293,16 +381,6 @@ __device__ void open_block(const smla_attend &work, const piece &piece, Shared &
     open_rows(work, piece, shared.rows, faults);
     if (faults.count) note_fault(shared, faults.entry, faults.cause, faults.source);
     sync_roles(BARRIER_GATHER, GATHERERS);
-}
-
-template <typename Row, typename Shared>
-__device__ void look_up_tiles(const smla_gpu_attend &launch, Shared &shared, int warp)
-{
-    if (is_plain(launch.work)) {
-        look_up_rounds<Row, true>(launch, shared, warp);
-    } else {
-        look_up_rounds<Row, false>(launch, shared, warp);
-    }
 }
 
 /* Until the rows of a tile are known. Returns how many they are. */
@@ -347,7 +425,7 @@ __device__ void gather(const smla_gpu_attend &launch, const piece &piece, Shared
     open_block(launch.work, piece, shared);
     const int warp = threadIdx.x / WARP;
     if (warp < LOOK_UP_WARPS) {
-        look_up_tiles<Row>(launch, shared, warp);
+        look_up_tiles<Row>(launch.work, shared, warp);
     } else {
         copy(warp - LOOK_UP_WARPS);
     }

@@ -52,7 +52,7 @@ static_assert(LATENT_BLOCKS == 2 * BLOCKS_AT_ONCE, "two copies a row");
 constexpr int STAGES = 4;
 
 /* Registers of a thread, multiples of 8: 504 for three of them. */
-constexpr int GATHER_REGISTERS = 72;
+constexpr int GATHER_REGISTERS = 88;
 constexpr int MULTIPLY_REGISTERS = (504 - GATHER_REGISTERS) / OWNERS;
 
 #define SHARED_BYTES(name, heads, threads, bytes)                                                  \
