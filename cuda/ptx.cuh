@@ -30,9 +30,9 @@ __device__ inline float fresh(float number)
 }
 
 /* threadIdx.x, read anew: it waits nowhere, neither in a register nor in local memory. */
-__device__ inline int thread()
+__device__ inline unsigned thread()
 {
-    int thread;
+    unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }

@@ -16,8 +16,9 @@
  *         the 512 numbers of out, in registers, to which it adds the values of all tiles in order.
  *
  * While one of the latter weighs, the other's next scores are made: both are behind one tile's
- * values and before the next's. They hand things on by barriers in shared memory, at which every
- * thread arrives:
+ * values and before the next's. Products are two to a commit, and the next two's left operands are
+ * made under them; those of the scores begin behind the values of the tile before, which end under
+ * them. They hand things on by barriers in shared memory, at which every thread arrives:
  *
  *   turn        look-up -> look-up    the other warp's entries have their places
  *   known       look-up -> copying    the rows of a tile are known; a size of 0: there are no more
@@ -333,42 +334,68 @@ __device__ void store_query(const smla_attend &work, const piece &piece, Shared 
 
 /* -------------------------------------------------------------------------- scores */
 
-/* scores = k * q of a tile. The products of one step are under way while the next step's numbers
- * become an operand; a group's, which share a scale, are added up by themselves. */
-template <typename Row, typename Shared>
-__device__ void multiply_scores(Shared &shared, unsigned tile, tile_numbers &scores)
+/* The left operands of two steps, of their e4m3 numbers. */
+__device__ void convert_steps(const uint32_t (&words)[4], uint32_t (&left)[2][4])
 {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        uint32_t pairs[2];
+        ptx::from_e4m3(pairs, words[2 * i]);
+        left[i][0] = pairs[0];
+        left[i][2] = pairs[1];
+        ptx::from_e4m3(pairs, words[2 * i + 1]);
+        left[i][1] = pairs[0];
+        left[i][3] = pairs[1];
+    }
+}
+
+/* Until the values of a tile have been added, behind which so many commits may be under way. */
+template <int later, typename Shared> __device__ void end_values(Shared &shared, bool begun)
+{
+    ptx::wait_products<later>();
+    if (begun) ptx::arrive(&shared.taken);
+}
+
+/* scores = k * q of a tile, by pairs of steps: the products of one are under way while the next
+ * one's numbers become operands; a group's, which share a scale, are added up by themselves. The
+ * values of the warpgroup's tile before, if they were begun, end behind the first pair. */
+template <typename Row, typename Shared>
+__device__ void multiply_scores(Shared &shared, unsigned tile, bool begun, tile_numbers &scores)
+{
+    constexpr int PAIRS = STEPS / 2, OF_GROUP = PAIRS / GROUPS;
     const int lane = lane_of_warp();
     const uint32_t rows = ptx::shared_address(shared.latent[tile % STAGES]) +
                           (warp_of_group() * 16 + lane % 16) * PITCH + lane / 16 * 16;
     const uint8_t *scales = first_scales(shared, tile);
     const ptx::operand query = ptx::operand_along_k(ptx::shared_address(shared.query));
     tile_numbers part;
-    uint32_t words[2][4], left[2][4]; /* bytes of two steps; their numbers */
+    uint32_t words[2][4], left[2][2][4]; /* bytes of two pairs; their numbers */
     ptx::load_matrices(words[0], rows);
+    ptx::load_matrices(words[1], rows + 32);
+    convert_steps(words[0], left[0]);
 #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
+    for (int pair = 0; pair < PAIRS; pair++) {
+        const int group = pair / OF_GROUP, of_group = pair % OF_GROUP;
+        ptx::fence_products();
 #pragma unroll
-        for (int of_group = 0; of_group < GROUP_STEPS; of_group++) {
-            const int step = group * GROUP_STEPS + of_group, pair = step / 2;
-            if (step % 2 == 0 && step + 2 < STEPS) {
-                ptx::load_matrices(words[(pair + 1) % 2], rows + (pair + 1) * 32);
-            }
-            if (of_group >= 2) ptx::wait_products<1>();
-            const uint32_t *bytes = &words[pair % 2][step % 2 * 2];
-            uint32_t (&a)[4] = left[step % 2], pairs[2];
-            ptx::from_e4m3(pairs, bytes[0]);
-            a[0] = pairs[0];
-            a[2] = pairs[1];
-            ptx::from_e4m3(pairs, bytes[1]);
-            a[1] = pairs[0];
-            a[3] = pairs[1];
-            ptx::fence_products();
+        for (int i = 0; i < 2; i++) {
+            const int step = 2 * pair + i;
             ptx::multiply_left<__half, false>(
-                part, a, query.at(step / K_STEPS * QUERY_BLOCK + step % K_STEPS * K_BYTES),
-                of_group > 0);
-            ptx::commit_products();
+                part, left[pair % 2][i],
+                query.at(step / K_STEPS * QUERY_BLOCK + step % K_STEPS * K_BYTES),
+                of_group > 0 || i > 0);
         }
+        ptx::commit_products();
+        if (pair + 2 < PAIRS) ptx::load_matrices(words[pair % 2], rows + (pair + 2) * 32);
+        if (pair + 1 < PAIRS) {
+            if (pair == 0) {
+                end_values<1>(shared, begun);
+            } else if (of_group > 0) {
+                ptx::wait_products<1>();
+            }
+            convert_steps(words[(pair + 1) % 2], left[(pair + 1) % 2]);
+        }
+        if (of_group + 1 < OF_GROUP) continue;
         const float scale[2] = {scale_at(scales, 0, group), scale_at(scales, 1, group)};
         ptx::wait_products<0>();
 #pragma unroll
@@ -500,11 +527,10 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
     auto *const largest = reinterpret_cast<float (*)[WARPS][HEADS]>(shared.weight);
     store_largest(largest[0], [&](int i, int) { return scores[i]; });
     store_scale_range(shared, tile, size);
-    const bool was_wild = shared.wild;
     sync_own(own);
 
-    float shift = 0.0f, smallest_yet[GROUPS];
-    bool fresh = false, wild = was_wild;
+    float shift = 0.0f, smallest_yet[GROUPS], unit[GROUPS]; /* which heads would share */
+    bool fresh = false, wild = shared.wild;
     if (thread < HEADS) {
         const float top = largest_of_warps(largest[0], thread), before = shared.reference[thread];
         fresh = shared.fresh[warp] >> lane & 1;
@@ -527,13 +553,9 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
                 largest_scale = fmaxf(largest_scale, shared.largest[w][g]);
                 smallest_yet[g] = fminf(smallest_yet[g], shared.smallest[w][g]);
             }
-            if (was_wild) continue;
-            const float unit = shared.unit[g][thread];
-            const float next = largest_scale * unit > LARGEST_SCALED ? unit_for(largest_scale)
-                                                                     : unit;
-            shared.unit[g][thread] = next;
-            shared.factor[g][thread] = fresh ? 1.0f : factor_for(unit, next, shift);
-            wild |= smallest_yet[g] * next < SMALLEST_SCALED;
+            unit[g] = shared.unit[g][thread];
+            if (largest_scale * unit[g] > LARGEST_SCALED) unit[g] = unit_for(largest_scale);
+            wild |= smallest_yet[g] * unit[g] < SMALLEST_SCALED;
         }
     }
     wild = sync_own_or(own, wild);
@@ -541,6 +563,14 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
         shared.wild = wild;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) shared.smallest_yet[g] = smallest_yet[g];
+    }
+    if (!wild && thread < HEADS) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            shared.factor[g][thread] = fresh ? 1.0f
+                                             : factor_for(shared.unit[g][thread], unit[g], shift);
+            shared.unit[g][thread] = unit[g];
+        }
     }
     const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[2 * lane]);
     sums.x *= drop.x;
@@ -566,14 +596,10 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
             for (int g = 0; g < GROUPS; g++) {
                 const float weight = largest_of_warps(largest[1 + g], thread);
                 const float unit = shared.unit[g][thread];
-                const float kept = fresh ? LARGEST_POWER
-                                         : raise_unit(unit, was_wild ? shift : 0.0f);
+                const float kept = fresh ? LARGEST_POWER : raise_unit(unit, shift);
                 const float next = weight * kept > LARGEST_WEIGHT ? unit_for(weight) : kept;
-                const float before = was_wild
-                                         ? factor_for(unit, next, shift)
-                                         : shared.factor[g][thread] * factor_for(unit, next, 0.0f);
                 shared.unit[g][thread] = next;
-                shared.factor[g][thread] = fresh ? 1.0f : before;
+                shared.factor[g][thread] = fresh ? 1.0f : factor_for(unit, next, shift);
             }
         }
     }
@@ -661,17 +687,17 @@ __device__ void weigh(const smla_attend &work, Shared &shared, unsigned tile, in
             largest = fmaxf(largest, scores[i]);
         }
     }
+    /* of a row's groups each lane of a quad looks at one */
+    static_assert(GROUPS == QUAD, "one each");
+    const int group = lane_of_warp() % QUAD;
     const uint8_t *scales = first_scales(shared, tile);
+    const float unit = shared.unit[group][0];
     float largest_scale = 0.0f, smallest_scale = CUDART_INF_F;
 #pragma unroll
     for (int y = 0; y < 2; y++) {
-        const bool counts = row + 8 * y < size;
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            const float scaled = fabsf(scale_at(scales, y, g)) * shared.unit[g][0];
-            largest_scale = fmaxf(largest_scale, scaled);
-            smallest_scale = fminf(smallest_scale, counts ? scaled : CUDART_INF_F);
-        }
+        const float scaled = fabsf(scale_at(scales, y, group)) * unit;
+        largest_scale = fmaxf(largest_scale, scaled);
+        smallest_scale = fminf(smallest_scale, row + 8 * y < size ? scaled : CUDART_INF_F);
     }
     /* max_logits are Rs, which then have to be the largest scores */
     const float slack = work.max_logits.dtype == SMLA_DTYPE_NONE ? SLACK : 0.0f;
@@ -732,14 +758,31 @@ __device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums
     sums.y *= drop.y;
 }
 
-/* Adds the values of a tile to the warpgroup's half of the numbers of out. The products of one
- * operand are under way while the next is made; half of the stage is given back when its bytes have
- * been read. Transposed, a word has two neighbours of each of two entries: they change places, so
- * that an operand's pairs are of one number and two entries. */
-template <typename Row, typename Shared>
-__device__ void add_values(Shared &shared, unsigned tile, int own, value_sums &values, float2 &sums)
+/* The left operands of two times 16 value numbers and 16 entries. Transposed, a word has two
+ * neighbours of each of two entries: they change places, so that an operand's pairs are of one
+ * number and two entries. */
+__device__ void convert_values(const uint32_t (&words)[4], uint32_t (&left)[2][4])
 {
-    constexpr int TURNS = CHUNKS * OF_HALF * 2; /* operands */
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        uint32_t pairs[2];
+        ptx::from_e4m3(pairs, __byte_perm(words[2 * i], 0, 0x3120));
+        left[i][0] = pairs[0];
+        left[i][1] = pairs[1];
+        ptx::from_e4m3(pairs, __byte_perm(words[2 * i + 1], 0, 0x3120));
+        left[i][2] = pairs[0];
+        left[i][3] = pairs[1];
+    }
+}
+
+/* Begins to add the values of a tile to the warpgroup's half of the numbers of out, a chunk's of
+ * one group after another: the products of one are under way while the next one's numbers become
+ * operands. Half of the stage is given back when its bytes have been read. */
+template <typename Row, typename Shared>
+__device__ void begin_values(Shared &shared, unsigned tile, int own, value_sums &values,
+                             float2 &sums)
+{
+    constexpr int TURNS = CHUNKS * OF_HALF;
     const int stage = tile % STAGES, lane = lane_of_warp();
     wait_warp(&shared.weighed, tile & 1);
     if (__builtin_expect(shared.moved, false)) rescale(shared, tile, own, values, sums);
@@ -747,37 +790,33 @@ __device__ void add_values(Shared &shared, unsigned tile, int own, value_sums &v
                           own * (LATENT / OWNERS) + warp_of_group() * 32 + lane / 16 * 16;
     const ptx::operand weight = ptx::operand_across_k<WEIGHT_BLOCK>(
         ptx::shared_address(shared.weight[own * OF_HALF]));
-    uint32_t words[2][4], left[2][4]; /* bytes of two operands; their numbers */
+    uint32_t words[2][4], left[2][2][4]; /* bytes of two turns; their numbers */
     ptx::load_transposed(words[0], rows);
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
-        const int chunk = turn / 4, g = turn / 2 % 2, s = turn % 2, next = turn / 2 + 1;
-        if (s == 0 && next < TURNS / 2) {
+        const int chunk = turn / OF_HALF, g = turn % OF_HALF, next = turn + 1;
+        if (next < TURNS) {
             ptx::load_transposed(words[next % 2],
-                                 rows + next / 2 * (CHUNK * PITCH) + next % 2 * 128);
+                                 rows + next / OF_HALF * (CHUNK * PITCH) + next % OF_HALF * 128);
         }
         if (turn >= 2) ptx::wait_products<1>();
-        const uint32_t *bytes = &words[turn / 2 % 2][2 * s];
-        uint32_t (&a)[4] = left[s], pairs[2];
-        ptx::from_e4m3(pairs, __byte_perm(bytes[0], 0, 0x3120));
-        a[0] = pairs[0];
-        a[1] = pairs[1];
-        ptx::from_e4m3(pairs, __byte_perm(bytes[1], 0, 0x3120));
-        a[2] = pairs[0];
-        a[3] = pairs[1];
+        convert_values(words[turn % 2], left[turn % 2]);
         ptx::fence_products();
-        ptx::multiply_left<__half, true>(
-            values[2 * g + s], a, weight.at(g * WEIGHT_BLOCK + chunk * CHUNK * ROW_BYTES), true);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            ptx::multiply_left<__half, true>(
+                values[2 * g + i], left[turn % 2][i],
+                weight.at(g * WEIGHT_BLOCK + chunk * CHUNK * ROW_BYTES), true);
+        }
         ptx::commit_products();
-        if (turn + 1 == TURNS / 2) ptx::arrive(&shared.empty[stage][0]);
+        if (next == TURNS / 2) ptx::arrive(&shared.empty[stage][0]);
     }
     ptx::arrive(&shared.empty[stage][1]);
-    ptx::wait_products<0>();
-    ptx::arrive(&shared.taken);
 }
 
-/* The work of one of the two warpgroups that multiply: while the other weighs a tile it makes the
- * scores of its own next one. */
+/* The work of one of the two warpgroups that multiply, by pairs of tiles: one of the other's and
+ * the next, its own, whose scores it makes while the other weighs. The values of its own tile end
+ * behind the first products of the next pair. */
 template <typename Row, typename Shared>
 __device__ void multiply_tiles(const smla_attend &work, Shared &shared, int own, value_sums &values,
                                float2 &sums)
@@ -788,13 +827,20 @@ __device__ void multiply_tiles(const smla_attend &work, Shared &shared, int own,
     };
     tile_numbers scores;
 #pragma unroll 1
-    for (int tile = own - 1; tile < 0 || size_of(tile) > 0; tile++) {
-        if (tile % OWNERS == own) {
-            weigh<Row>(work, shared, tile, own, scores, sums);
-        } else if (size_of(tile + 1) > 0) {
-            multiply_scores<Row>(shared, tile + 1, scores);
+    for (int tile = own - 1;; tile += OWNERS) { /* the other's */
+        const bool theirs = tile >= 0 && size_of(tile) > 0, mine = size_of(tile + 1) > 0;
+        if (mine) {
+            multiply_scores<Row>(shared, tile + 1, tile > 0, scores);
+        } else {
+            end_values<0>(shared, tile > 0);
         }
-        if (tile >= 0) add_values<Row>(shared, tile, own, values, sums);
+        if (theirs) {
+            begin_values<Row>(shared, tile, own, values, sums);
+            end_values<0>(shared, true);
+        }
+        if (!mine) break;
+        weigh<Row>(work, shared, tile + 1, own, scores, sums);
+        begin_values<Row>(shared, tile + 1, own, values, sums);
     }
 }
 

@@ -420,6 +420,16 @@ CASES = [
     Case("fp8_typed_bytes", main=replace(FP8, byte_dtype="float8_e4m3fn")),
     Case("wild_scales", main=replace(FP8, scales="wild"), out="float32"),  # 1, 57
     Case("wild_scales_norope", main=replace(NOROPE, scales="wild"), d_qk=512, out="float32"),
+    # scales of 2^60 only behind a tile of usual ones, and with weights of 2^-60 and more
+    Case(
+        "wild_scales_late",
+        leading=(2,),
+        heads=64,
+        main=replace(FP8, topk=64),
+        extra=replace(FP8, topk=20, scales="wild"),
+        spread=20,
+        out="float32",
+    ),
     Case("far_scales", heads=64, main=replace(FP8, **FAR), spread=8, out="float32"),
     Case("far_scales_norope", heads=40, main=replace(NOROPE, **FAR), d_qk=512, out="float32"),
     Case("random_unused_bytes", main=replace(FP8, unused="random")),  # 49, 68
