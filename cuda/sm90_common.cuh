@@ -113,7 +113,8 @@ __device__ bool is_mapped(const smla_source &source)
            source.max_blocks <= INT32_MAX && source.num_blocks <= INT32_MAX;
 }
 
-/* What the kernel is to know of it by heart. */
+/* What of it is the same for all of them as constants, sizes in 32 bits: it has to stay in
+ * registers. */
 __device__ smla_source mapped_source(const smla_source &source)
 {
     smla_source mapped = {};
@@ -301,9 +302,9 @@ __device__ void look_up_mapped(const smla_attend &work, Shared &shared, int warp
     struct {
         const uint8_t *token; /* of block 0 */
         int32_t block;
-        int32_t cause;
+        smla_cause cause;
     } next;
-    int32_t index;
+    int32_t index; /* of the entry behind `next` */
     const auto locate = [&](int64_t i) {
         smla_place place;
         next.cause = smla_locate(&source, &row, i, index, &place);
@@ -323,7 +324,7 @@ __device__ void look_up_mapped(const smla_attend &work, Shared &shared, int warp
         locate(i + LOOK_UP_STRIDE);
         index = indices.load(i + 2 * LOOK_UP_STRIDE);
         smla_place place;
-        smla_cause cause = (smla_cause)located.cause;
+        smla_cause cause = located.cause;
         if (cause == SMLA_VALID) cause = smla_map(&source, located.block, &place);
         if (cause >= SMLA_FAULT_INDEX) note_fault(shared, shared.piece.begin + i, cause, 0);
         return cause == SMLA_VALID ? located.token + place.block * source.block_stride : nullptr;

@@ -69,8 +69,7 @@ SMLA_SM90_PACKED_KERNELS(SHARED_BYTES)
 constexpr int SCALES_AT = LATENT;             /* bytes of a row, and of its place in a stage */
 constexpr int PITCH = SCALES_AT + GROUPS * 4; /* of a stage: an odd number of 16-byte pieces */
 constexpr int STEPS = LATENT / 16;            /* of the scores' products */
-constexpr int GROUP_STEPS = STEPS / GROUPS;
-constexpr int OF_HALF = GROUPS / 2; /* groups of value numbers that a warpgroup adds */
+constexpr int OF_HALF = GROUPS / 2;           /* groups of value numbers that a warpgroup adds */
 constexpr int WEIGHT_BLOCK = TILE * ROW_BYTES;
 constexpr int LANE_HEADS = HEADS / QUAD;
 constexpr int WARPS = ptx::WARPGROUP / WARP;
@@ -334,18 +333,23 @@ __device__ void store_query(const smla_attend &work, const piece &piece, Shared 
 
 /* -------------------------------------------------------------------------- scores */
 
-/* The left operands of two steps, of their e4m3 numbers. */
-__device__ void convert_steps(const uint32_t (&words)[4], uint32_t (&left)[2][4])
+/* The left operands of two products, of their e4m3 numbers. Transposed, a word has two neighbours
+ * of each of two entries: they change places, so that an operand's pairs are of one number and two
+ * entries. */
+template <bool transposed>
+__device__ void convert(const uint32_t (&words)[4], uint32_t (&left)[2][4])
 {
+    constexpr int ROW = transposed ? 2 : 1, PAIR = transposed ? 1 : 2; /* steps to the next */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        uint32_t pairs[2];
-        ptx::from_e4m3(pairs, words[2 * i]);
-        left[i][0] = pairs[0];
-        left[i][2] = pairs[1];
-        ptx::from_e4m3(pairs, words[2 * i + 1]);
-        left[i][1] = pairs[0];
-        left[i][3] = pairs[1];
+#pragma unroll
+        for (int y = 0; y < 2; y++) {
+            const uint32_t word = words[2 * i + y];
+            uint32_t pairs[2];
+            ptx::from_e4m3(pairs, transposed ? __byte_perm(word, 0, 0x3120) : word);
+            left[i][y * ROW] = pairs[0];
+            left[i][y * ROW + PAIR] = pairs[1];
+        }
     }
 }
 
@@ -372,7 +376,7 @@ __device__ void multiply_scores(Shared &shared, unsigned tile, bool begun, tile_
     uint32_t words[2][4], left[2][2][4]; /* bytes of two pairs; their numbers */
     ptx::load_matrices(words[0], rows);
     ptx::load_matrices(words[1], rows + 32);
-    convert_steps(words[0], left[0]);
+    convert<false>(words[0], left[0]);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
         const int group = pair / OF_GROUP, of_group = pair % OF_GROUP;
@@ -393,7 +397,7 @@ __device__ void multiply_scores(Shared &shared, unsigned tile, bool begun, tile_
             } else if (of_group > 0) {
                 ptx::wait_products<1>();
             }
-            convert_steps(words[(pair + 1) % 2], left[(pair + 1) % 2]);
+            convert<false>(words[(pair + 1) % 2], left[(pair + 1) % 2]);
         }
         if (of_group + 1 < OF_GROUP) continue;
         const float scale[2] = {scale_at(scales, 0, group), scale_at(scales, 1, group)};
@@ -529,7 +533,7 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
     store_scale_range(shared, tile, size);
     sync_own(own);
 
-    float shift = 0.0f, smallest_yet[GROUPS], unit[GROUPS]; /* which heads would share */
+    float shift = 0.0f, smallest_yet[GROUPS], common[GROUPS]; /* units that heads would share */
     bool fresh = false, wild = shared.wild;
     if (thread < HEADS) {
         const float top = largest_of_warps(largest[0], thread), before = shared.reference[thread];
@@ -553,9 +557,9 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
                 largest_scale = fmaxf(largest_scale, shared.largest[w][g]);
                 smallest_yet[g] = fminf(smallest_yet[g], shared.smallest[w][g]);
             }
-            unit[g] = shared.unit[g][thread];
-            if (largest_scale * unit[g] > LARGEST_SCALED) unit[g] = unit_for(largest_scale);
-            wild |= smallest_yet[g] * unit[g] < SMALLEST_SCALED;
+            common[g] = shared.unit[g][thread];
+            if (largest_scale * common[g] > LARGEST_SCALED) common[g] = unit_for(largest_scale);
+            wild |= smallest_yet[g] * common[g] < SMALLEST_SCALED;
         }
     }
     wild = sync_own_or(own, wild);
@@ -567,9 +571,9 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
     if (!wild && thread < HEADS) {
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            shared.factor[g][thread] = fresh ? 1.0f
-                                             : factor_for(shared.unit[g][thread], unit[g], shift);
-            shared.unit[g][thread] = unit[g];
+            const float unit = shared.unit[g][thread];
+            shared.factor[g][thread] = fresh ? 1.0f : factor_for(unit, common[g], shift);
+            shared.unit[g][thread] = common[g];
         }
     }
     const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[2 * lane]);
@@ -758,23 +762,6 @@ __device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums
     sums.y *= drop.y;
 }
 
-/* The left operands of two times 16 value numbers and 16 entries. Transposed, a word has two
- * neighbours of each of two entries: they change places, so that an operand's pairs are of one
- * number and two entries. */
-__device__ void convert_values(const uint32_t (&words)[4], uint32_t (&left)[2][4])
-{
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        uint32_t pairs[2];
-        ptx::from_e4m3(pairs, __byte_perm(words[2 * i], 0, 0x3120));
-        left[i][0] = pairs[0];
-        left[i][1] = pairs[1];
-        ptx::from_e4m3(pairs, __byte_perm(words[2 * i + 1], 0, 0x3120));
-        left[i][2] = pairs[0];
-        left[i][3] = pairs[1];
-    }
-}
-
 /* Begins to add the values of a tile to the warpgroup's half of the numbers of out, a chunk's of
  * one group after another: the products of one are under way while the next one's numbers become
  * operands. Half of the stage is given back when its bytes have been read. */
@@ -800,7 +787,7 @@ __device__ void begin_values(Shared &shared, unsigned tile, int own, value_sums 
                                  rows + next / OF_HALF * (CHUNK * PITCH) + next % OF_HALF * 128);
         }
         if (turn >= 2) ptx::wait_products<1>();
-        convert_values(words[turn % 2], left[turn % 2]);
+        convert<true>(words[turn % 2], left[turn % 2]);
         ptx::fence_products();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
