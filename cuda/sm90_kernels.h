@@ -15,8 +15,8 @@ enum { SMLA_SM90_HEADS = 64, SMLA_SM90_DENSE_TILE = 32, SMLA_SM90_PACKED_TILE = 
 
 /* sm90_packed.cu */
 #define SMLA_SM90_PACKED_KERNELS(X)                                                                \
-    X(sm90_bf16_fp8_ds_mla_64, 64, 384, 230992)                                                    \
-    X(sm90_bf16_fp8_ds_mla_norope_64, 64, 384, 206416)
+    X(sm90_bf16_fp8_ds_mla_64, 64, 384, 231000)                                                    \
+    X(sm90_bf16_fp8_ds_mla_norope_64, 64, 384, 206424)
 // clang-format on
 
 #define SMLA_SM90_KERNELS(X) SMLA_SM90_DENSE_KERNELS(X) SMLA_SM90_PACKED_KERNELS(X)

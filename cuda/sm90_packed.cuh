@@ -28,6 +28,7 @@
  *   rope_empty  products -> copying   the rope numbers have been read by the tile's owner
  *   weighed     products -> products  the weights of the tile are there
  *   taken       products -> products  and have been multiplied by both: the next ones may come
+ *   together    products -> products  all have come to the end of a step before or behind the tiles
  *
  * Numbers. e4m3 numbers become float16 ones exactly. q's latent numbers are brought into float16's
  * range by a power of two of each head; rope numbers are multiplied as the bfloat16 numbers that
@@ -109,6 +110,7 @@ template <typename Row> struct shared_state {
     uint64_t rope_empty[ROPE_STAGES];
     uint64_t weighed;
     uint64_t taken;
+    uint64_t together;
     smla_gpu_attend launch;
     piece piece;
     int64_t part; /* where its head 0 is in the workspace, in heads; -1: the block has all of it */
@@ -448,13 +450,13 @@ constexpr float SMALLEST_SCALED = 0x1p-4f; /* where heads share units */
 
 __device__ void sync_own(int own)
 {
-    sync_roles(BARRIER_MULTIPLY + 1 + own, ptx::WARPGROUP);
+    sync_roles(BARRIER_MULTIPLY + own, ptx::WARPGROUP);
 }
 
 __device__ bool sync_own_or(int own, bool condition)
 {
     __syncwarp();
-    return ptx::sync_threads_or(BARRIER_MULTIPLY + 1 + own, ptx::WARPGROUP, condition);
+    return ptx::sync_threads_or(BARRIER_MULTIPLY + own, ptx::WARPGROUP, condition);
 }
 
 /* The power of two that brings a number to 2^FRESH_WEIGHT or a little more. */
@@ -879,6 +881,14 @@ __device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared)
 
 /* -------------------------------------------------------------------------- the kernel */
 
+/* Until all threads that multiply have come here, as they have `times` times before. Not by a
+ * numbered barrier: racecheck loses sight of threads at those, see docs/performance.md. */
+template <int times, typename Shared> __device__ void sync_multipliers(Shared &shared)
+{
+    ptx::arrive(&shared.together);
+    wait_warp(&shared.together, times % 2);
+}
+
 template <typename Shared> __device__ void init_barriers(Shared &shared)
 {
     for (int stage = 0; stage < STAGES; stage++) {
@@ -892,6 +902,7 @@ template <typename Shared> __device__ void init_barriers(Shared &shared)
     }
     ptx::init_phases(&shared.weighed, ptx::WARPGROUP);
     ptx::init_phases(&shared.taken, MULTIPLIERS);
+    ptx::init_phases(&shared.together, MULTIPLIERS);
     init_look_up(shared);
 }
 
@@ -937,7 +948,7 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
         ptx::take_registers<MULTIPLY_REGISTERS>();
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;
         store_query<Row>(work, piece, shared);
-        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        sync_multipliers<0>(shared);
         float2 sums = {};
         value_sums values;
 #pragma unroll
@@ -946,11 +957,11 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
             for (int i = 0; i < 32; i++) values[block][i] = 0.0f;
         }
         multiply_tiles<Row>(work, shared, own, values, sums);
-        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        sync_multipliers<1>(shared);
         gather_sums(shared, own, values, sums);
-        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        sync_multipliers<2>(shared);
         finish_heads(launch, shared);
-        sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
+        sync_multipliers<3>(shared);
         store_results<OUT_PITCH>(launch, shared,
                                  [&](int group, int head) { return shared.factor[group][head]; });
     }
