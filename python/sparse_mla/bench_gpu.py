@@ -389,7 +389,8 @@ def measure(
         replay = device.record(call, len(sets))
         last[0].fill_(math.nan)
         device.seconds(replay)
-        bound = bench.TOLERANCE[FORMATS[case.format][1]] * float(np.abs(wanted.out).max())
+        # PyTorch rounds scores to bfloat16: one of 8 is off by up to 0.016, its weight by 1.6 %
+        bound = 2 * bench.TOLERANCE[FORMATS[case.format][1]] * float(np.abs(wanted.out).max())
         result = device.download(last[0].float()[picked])
         compare(case, "PyTorch's out", result, wanted.out, bound)
         times["torch"] = replays(device, replay, len(sets))
