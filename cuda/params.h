@@ -269,9 +269,11 @@ struct smla_gpu_attend {
     uint32_t *fault_lock;
     int64_t split_entries; /* of both sources together */
     int32_t splits;
+    int32_t head_tile; /* heads of a piece */
     int32_t head_tiles;
     int32_t whole;
     int32_t cut_pieces; /* of sm90, otherwise 0 */
+    int32_t reserved;
 };
 
 #ifdef __cplusplus

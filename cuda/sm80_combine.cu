@@ -9,7 +9,6 @@
 #include "attend.cuh"
 #include "ptx.cuh"
 #include "sm80_kernels.h"
-#include "sm90_kernels.h"
 
 namespace
 {
@@ -37,7 +36,8 @@ template <int warps, int runs> __device__ void combine(const smla_gpu_attend &la
     const smla_attend &work = launch.work;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const bool is_cut = launch.cut_pieces > 0;
-    const int64_t parts = is_cut ? (int64_t)launch.cut_pieces * SMLA_SM90_HEADS
+    const unsigned head_tile = launch.head_tile;
+    const int64_t parts = is_cut ? (int64_t)launch.cut_pieces * head_tile
                                  : work.batch * work.s_q * work.heads; /* of one split */
     const int64_t unit = warps == 1 ? (int64_t)blockIdx.x * BLOCK_WARPS + warp : blockIdx.x;
     const int64_t part = unit / HEAD_UNITS;
@@ -45,11 +45,11 @@ template <int warps, int runs> __device__ void combine(const smla_gpu_attend &la
     const int first = warps == 1 ? 0 : warp; /* split */
     if (part >= parts) return;
     /* as many as blocks at most */
-    const unsigned piece = launch.whole + (unsigned)part / SMLA_SM90_HEADS;
+    const unsigned piece = launch.whole + (unsigned)part / head_tile;
     const unsigned row = is_cut ? piece / launch.head_tiles : (unsigned)part / (unsigned)work.heads;
-    const int head = is_cut ? (int)(piece % launch.head_tiles * SMLA_SM90_HEADS +
-                                    (unsigned)part % SMLA_SM90_HEADS)
-                            : (int)((unsigned)part % (unsigned)work.heads);
+    const int head = is_cut
+                         ? (int)(piece % launch.head_tiles * head_tile + (unsigned)part % head_tile)
+                         : (int)((unsigned)part % (unsigned)work.heads);
     if (head >= work.heads) return;
     ptx::wait_for_last_launch();
 

@@ -1,7 +1,7 @@
 /* What the kernels of Hopper's own products have in common: which piece of the work a block takes,
  * how threads wait for one another, operands in shared memory, the looking up of rows, results and
- * faults. Each of these kernels has blocks of 64 heads and three warpgroups. One gathers: two of
- * its warps look the valid entries of the block's split up, two copy their rows. Two multiply. */
+ * faults. Each of these kernels has blocks of three warpgroups. One gathers: two of its warps look
+ * the valid entries of the block's split up, two copy their rows. Two multiply. */
 #pragma once
 
 #include "sm80_attend.cuh"
@@ -11,7 +11,6 @@
 namespace sm90
 {
 
-constexpr int HEADS = SMLA_SM90_HEADS;
 constexpr int OWNERS = 2; /* warpgroups that multiply: tile t is that of number t % OWNERS */
 constexpr int GATHERERS = ptx::WARPGROUP;
 constexpr int MULTIPLIERS = OWNERS * ptx::WARPGROUP;
@@ -25,9 +24,15 @@ constexpr int KNOWN_TILES = 4;                       /* whose rows are looked up
 constexpr int COLUMNS = 64;                     /* of a block of an operand */
 constexpr int ROW_BYTES = COLUMNS * 2;          /* of it */
 constexpr int LATENT_BLOCKS = LATENT / COLUMNS; /* the rope numbers are one more */
-constexpr int QUERY_BLOCK = HEADS * ROW_BYTES;  /* bytes */
 constexpr int K_STEPS = COLUMNS / 16;           /* of a block, along its rows */
 constexpr int K_BYTES = 16 * 2;                 /* of such a step */
+
+/* What the host takes every kernel to be. */
+#define KERNEL_SIZES(name, heads, threads, bytes)                                                  \
+    constexpr int name##_heads = heads, name##_shared = bytes;                                     \
+    static_assert(threads == THREADS, "sm90_kernels.h");
+SMLA_SM90_KERNELS(KERNEL_SIZES)
+#undef KERNEL_SIZES
 
 /* Whoever comes to a barrier of several roles has let its lanes go their own ways before. */
 __device__ void sync_roles(int barrier, int threads)
@@ -55,13 +60,13 @@ __device__ void wait_warp(uint64_t *barrier, unsigned parity)
 
 /* -------------------------------------------------------------------------- pieces */
 
-/* What a block takes, of a piece that is cut or whole. */
+/* What a block takes, of a piece that is cut or whole: so many heads of a row. */
 struct block_piece {
     piece piece;
     int64_t part; /* where its head 0 is in the workspace, in heads; -1: the block has all of it */
 };
 
-__device__ block_piece take_piece(const smla_gpu_attend &launch, unsigned block)
+__device__ block_piece take_piece(const smla_gpu_attend &launch, unsigned block, int heads)
 {
     const smla_attend &work = launch.work;
     const unsigned whole = launch.whole, splits = launch.splits, s_q = (unsigned)work.s_q;
@@ -69,7 +74,7 @@ __device__ block_piece take_piece(const smla_gpu_attend &launch, unsigned block)
     const unsigned number = block < whole ? block : whole + (block - whole) / splits;
     const unsigned row = number / launch.head_tiles;
     block_piece taken;
-    taken.piece.head = (int)(number % launch.head_tiles) * HEADS;
+    taken.piece.head = (int)(number % launch.head_tiles) * heads;
     taken.piece.row = row;
     taken.piece.batch = row / s_q;
     taken.piece.query = row % s_q;
@@ -77,7 +82,7 @@ __device__ block_piece take_piece(const smla_gpu_attend &launch, unsigned block)
     const int64_t entries = work.source[0].topk + (work.sources == 2 ? work.source[1].topk : 0);
     taken.piece.begin = taken.piece.split * launch.split_entries;
     taken.piece.end = is_cut ? min(taken.piece.begin + launch.split_entries, entries) : entries;
-    taken.part = is_cut ? ((int64_t)taken.piece.split * launch.cut_pieces + number - whole) * HEADS
+    taken.part = is_cut ? ((int64_t)taken.piece.split * launch.cut_pieces + number - whole) * heads
                         : -1;
     return taken;
 }
@@ -488,14 +493,14 @@ __device__ void store_values(int heads, const float *sums, const Factor &factor_
 
 /* To out, or as a part of it to the workspace, by the threads that multiply. factor_of(group, head)
  * is what sums are multiplied with. */
-template <int pitch, typename Shared, typename Factor>
+template <int block_heads, int pitch, typename Shared, typename Factor>
 __device__ void store_results(const smla_gpu_attend &launch, const Shared &shared,
                               const Factor &factor_of)
 {
     const piece &piece = shared.piece;
     const float *sums = reinterpret_cast<const float *>(&shared);
     const smla_output &out = launch.work.out;
-    const int heads = min(HEADS, launch.work.heads - piece.head);
+    const int heads = min(block_heads, launch.work.heads - piece.head);
     if (shared.part >= 0) {
         store_values<float, true, pitch>(heads, sums, factor_of, launch.part_out,
                                          shared.part * LATENT, LATENT);
@@ -540,5 +545,5 @@ __device__ void report_noted(const smla_gpu_attend &launch, const Shared &shared
     extern "C" __global__ void __launch_bounds__(sm90::THREADS, 1)                                 \
         name(const __grid_constant__ smla_gpu_attend launch)                                       \
     {                                                                                              \
-        kernels::attend<d_qk, kernels::name##_shared>(launch);                                     \
+        kernels::attend<d_qk, sm90::name##_heads, sm90::name##_shared>(launch);                    \
     }

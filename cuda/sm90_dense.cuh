@@ -42,7 +42,9 @@ using namespace sm90;
 /* -------------------------------------------------------------------------- shapes */
 
 constexpr int TILE = SMLA_SM90_DENSE_TILE;
-constexpr int CHUNK = 16; /* entries, k of a value product */
+constexpr int HEADS = SMLA_SM90_DENSE_HEADS;
+constexpr int QUERY_BLOCK = HEADS * ROW_BYTES; /* bytes */
+constexpr int CHUNK = 16;                      /* entries, k of a value product */
 constexpr int CHUNKS = TILE / CHUNK;
 constexpr int HALF = TILE / COPY_WARPS; /* rows of a tile that a warp copies */
 static_assert(HALF == CHUNK, "given back by chunks");
@@ -54,12 +56,6 @@ constexpr int STAGES = 4;
 /* Registers of a thread, multiples of 8: 504 for three of them. */
 constexpr int GATHER_REGISTERS = 88;
 constexpr int MULTIPLY_REGISTERS = (504 - GATHER_REGISTERS) / OWNERS;
-
-#define SHARED_BYTES(name, heads, threads, bytes)                                                  \
-    constexpr int name##_shared = bytes;                                                           \
-    static_assert(heads == HEADS && threads == THREADS, "sm90_kernels.h");
-SMLA_SM90_DENSE_KERNELS(SHARED_BYTES)
-#undef SHARED_BYTES
 
 constexpr int CACHE_BLOCK = TILE * ROW_BYTES;      /* bytes of a block of an operand */
 constexpr int OWN_BLOCKS = LATENT_BLOCKS / OWNERS; /* whose values a warpgroup adds */
@@ -609,11 +605,12 @@ template <typename Shared> __device__ void init_barriers(Shared &shared)
     init_look_up(shared);
 }
 
-template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_attend &parameters)
+template <int d_qk, int block_heads, int shared_bytes>
+__device__ void attend(const smla_gpu_attend &parameters)
 {
     using Row = dense_row<d_qk>;
     using Shared = shared_state<Row>;
-    static_assert(sizeof(Shared) == shared_bytes, "sm90_kernels.h");
+    static_assert(block_heads == HEADS && sizeof(Shared) == shared_bytes, "sm90_kernels.h");
     static_assert(shared_bytes + 1024 <= 227 * 1024, "what Hopper gives a block");
     extern __shared__ __align__(1024) unsigned char operands[];
     Shared &shared = *reinterpret_cast<Shared *>(operands);
@@ -628,7 +625,7 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
     __syncthreads();
     const smla_gpu_attend &launch = shared.launch;
     const smla_attend &work = launch.work;
-    const block_piece taken = take_piece(launch, blockIdx.x);
+    const block_piece taken = take_piece(launch, blockIdx.x, HEADS);
     const piece &piece = taken.piece;
     if (threadIdx.x == 0) {
         shared.piece = piece;
@@ -650,8 +647,8 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
         gather_sums(shared, own, values);
         finish_heads(launch, shared);
         sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);
-        store_results<OUT_PITCH>(launch, shared,
-                                 [&](int, int head) { return shared.factor[head]; });
+        store_results<HEADS, OUT_PITCH>(launch, shared,
+                                        [&](int, int head) { return shared.factor[head]; });
     }
     __syncthreads(); /* nobody leaves while others still wait at a barrier */
     if (threadIdx.x == 0) report_noted(launch, shared);

@@ -1,8 +1,8 @@
-/* attend on Hopper for many heads over packed caches: bfloat16 queries, d_qk 576 or 512, d_v 512,
- * rows of 512 e4m3 numbers, four scales and perhaps 64 rope numbers, aligned to 16 bytes; a block
- * of 64 heads to a multiprocessor.
+/* attend on Hopper over packed caches: bfloat16 queries, d_qk 576 or 512, d_v 512, rows of 512 e4m3
+ * numbers, four scales and perhaps 64 rope numbers, aligned to 16 bytes; a block of 16, 32 or 64
+ * heads to a multiprocessor.
  *
- * A block takes 64 heads of one row and one split of its entries, in tiles of 64 valid ones. Its
+ * A block takes its heads of one row and one split of its entries, in tiles of 64 valid ones. Its
  * products are transposed: a tile's entries, and then the value numbers, are the rows of the left
  * operand, heads the columns of the right one. So the numbers of the cache, which the products want
  * as float16, never lie in shared memory as such: a row is copied as it is, and each of those that
@@ -11,7 +11,8 @@
  * three warpgroups
  *
  *   0     gathers. Two warps look entries up, by turns; two copy the rows of half a tile each, the
- *         latent numbers and scales into one of three stages, the rope numbers into one of two;
+ *         latent numbers and scales into one of three to five stages, the rope numbers into one of
+ *         two or three;
  *   1, 2  multiply. Each makes scores and weights of every other tile, its own. Each keeps 256 of
  *         the 512 numbers of out, in registers, to which it adds the values of all tiles in order.
  *
@@ -52,41 +53,38 @@ using namespace sm90;
 constexpr int TILE = SMLA_SM90_PACKED_TILE;
 constexpr int CHUNK = 16; /* entries, k of a value product */
 constexpr int CHUNKS = TILE / CHUNK;
-constexpr int HALF = TILE / COPY_WARPS; /* rows of a tile that a warp copies */
-constexpr int BATCH = 8;                /* of them, whose addresses are read together */
-constexpr int STAGES = 3;
-constexpr int ROPE_STAGES = 2;
-
-/* Registers of a thread, multiples of 8: 504 for three of them. */
-constexpr int GATHER_REGISTERS = 40;
-constexpr int MULTIPLY_REGISTERS = (504 - GATHER_REGISTERS) / OWNERS;
-
-#define SHARED_BYTES(name, heads, threads, bytes)                                                  \
-    constexpr int name##_shared = bytes;                                                           \
-    static_assert(heads == HEADS && threads == THREADS, "sm90_kernels.h");
-SMLA_SM90_PACKED_KERNELS(SHARED_BYTES)
-#undef SHARED_BYTES
-
+constexpr int HALF = TILE / COPY_WARPS;       /* rows of a tile that a warp copies */
 constexpr int SCALES_AT = LATENT;             /* bytes of a row, and of its place in a stage */
 constexpr int PITCH = SCALES_AT + GROUPS * 4; /* of a stage: an odd number of 16-byte pieces */
 constexpr int STEPS = LATENT / 16;            /* of the scores' products */
 constexpr int OF_HALF = GROUPS / 2;           /* groups of value numbers that a warpgroup adds */
 constexpr int WEIGHT_BLOCK = TILE * ROW_BYTES;
-constexpr int LANE_HEADS = HEADS / QUAD;
 constexpr int WARPS = ptx::WARPGROUP / WARP;
 constexpr float LARGEST_POWER = 0x1p126f; /* a unit before there are numbers */
 
-template <int d_qk> struct packed_row {
+/* What a kernel is made for. Fewer heads leave room for more stages, and registers to those that
+ * gather. */
+template <int d_qk, int heads> struct shape {
+    static constexpr int HEADS = heads;
     static constexpr bool HAS_ROPE = d_qk == LATENT + ROPE;
     static constexpr int BLOCKS = LATENT_BLOCKS + HAS_ROPE;
     static constexpr int TILE = packed::TILE;
-    static constexpr int ROPE_AT = PITCH; /* bytes */
+    static constexpr int ROPE_AT = PITCH;             /* bytes */
+    static constexpr int BATCH = heads == 64 ? 8 : 4; /* rows that a warp copies at once */
+    static constexpr int STAGES = heads == 64 ? 3 : heads == 32 ? 4 : 5;
+    static constexpr int ROPE_STAGES = heads == 64 ? 2 : 3;
+    static constexpr int LANE_HEADS = heads / QUAD;         /* of a thread's tile_numbers */
+    static constexpr int GROUPS_OF_BLOCK = COLUMNS / heads; /* whose weights lie side by side */
+    /* registers of a thread, multiples of 8: 504 for three of them */
+    static constexpr int GATHER_REGISTERS = heads == 64 ? 40 : 88;
+    static constexpr int MULTIPLY_REGISTERS = (504 - GATHER_REGISTERS) / OWNERS / 8 * 8;
 };
 
-template <typename Row> struct shared_state {
-    uint8_t query[Row::BLOCKS][HEADS][ROW_BYTES];
-    uint8_t weight[GROUPS][TILE][HEADS * 2];
-    uint8_t rope[Row::HAS_ROPE ? ROPE_STAGES : 0][TILE][ROW_BYTES];
+template <typename Shape> struct shared_state : Shape {
+    using Shape::HEADS, Shape::STAGES;
+    uint8_t query[Shape::BLOCKS][HEADS][ROW_BYTES];
+    uint8_t weight[GROUPS / Shape::GROUPS_OF_BLOCK][TILE][ROW_BYTES];
+    uint8_t rope[Shape::HAS_ROPE ? Shape::ROPE_STAGES : 0][TILE][ROW_BYTES];
     uint8_t latent[STAGES][TILE][PITCH];
     float query_unit[HEADS];      /* undoes q's power */
     float reference[HEADS];       /* R */
@@ -96,8 +94,8 @@ template <typename Row> struct shared_state {
     float unit[GROUPS][HEADS];    /* in w */
     float largest[WARPS][GROUPS]; /* scale of a warp's rows */
     float smallest[WARPS][GROUPS];
-    float smallest_yet[GROUPS];   /* of the block's rows */
-    unsigned fresh[HEADS / WARP]; /* heads, as bits, that have no R */
+    float smallest_yet[GROUPS];                /* of the block's rows */
+    unsigned fresh[(HEADS + WARP - 1) / WARP]; /* heads, as bits, that have no R */
     union {
         const uint8_t *entries[KNOWN_TILES][TILE]; /* rows */
         float part_sum[OWNERS * WARPS][HEADS];     /* when all rows have been copied */
@@ -107,7 +105,7 @@ template <typename Row> struct shared_state {
     uint64_t read[KNOWN_TILES];
     uint64_t full[STAGES];
     uint64_t empty[STAGES][COPY_WARPS];
-    uint64_t rope_empty[ROPE_STAGES];
+    uint64_t rope_empty[Shape::ROPE_STAGES];
     uint64_t weighed;
     uint64_t taken;
     uint64_t together;
@@ -141,9 +139,9 @@ __device__ int lane_of_warp()
     return ptx::thread() % WARP;
 }
 
-/* Of a tile a thread has two rows, 8 apart, and of each eight times two heads: number
+/* Of a tile a thread has two rows, 8 apart, and of each two of every eight heads: number
  * 4 j + 2 y + x is of row first_row() + 8 y and head first_head() + 8 j + x. */
-using tile_numbers = float[32];
+template <typename Shared> using tile_numbers = float[Shared::HEADS / 2];
 
 __device__ int first_row()
 {
@@ -165,7 +163,7 @@ __device__ float2 load_pair(const float *first, int j)
 template <typename Shared>
 __device__ const uint8_t *first_scales(const Shared &shared, unsigned tile)
 {
-    return &shared.latent[tile % STAGES][first_row()][SCALES_AT];
+    return &shared.latent[tile % Shared::STAGES][first_row()][SCALES_AT];
 }
 
 __device__ float scale_at(const uint8_t *first, int y, int group)
@@ -173,54 +171,67 @@ __device__ float scale_at(const uint8_t *first, int y, int group)
     return *reinterpret_cast<const float *>(first + y * 8 * PITCH + group * 4);
 }
 
-/* Joins a number of each of a lane's heads over the lanes of all rows: a lane gets those of heads
- * 2 lane and 2 lane + 1. */
-template <typename Join>
-__device__ float2 join_rows(const float (&numbers)[LANE_HEADS], const Join &join)
+/* Numbers of each of a lane's heads are joined over the lanes of all rows by halves: a lane gets
+ * those of joined_head() and the next. Of fewer than 64 heads several lanes get the same ones. */
+template <typename Shared> constexpr int SAME_HEADS = 2 * WARP / Shared::HEADS; /* lanes */
+
+template <typename Shared> __device__ int joined_head()
 {
+    constexpr int SAME_LANES = QUAD * SAME_HEADS<Shared>;
     const int lane = lane_of_warp();
-    float eight[8], four[4], two[2];
-    const auto halve = [&](const auto &from, auto &to, int mask) {
-        constexpr int N = sizeof to / sizeof *to;
-        const bool upper = lane & mask;
+    return lane / SAME_LANES * 8 + lane % QUAD * 2;
+}
+
+template <typename Shared> __device__ bool is_first_of_same()
+{
+    return lane_of_warp() / QUAD % SAME_HEADS<Shared> == 0;
+}
+
+template <int mask = WARP / 2, int count, typename Join>
+__device__ float2 join_rows(const float (&numbers)[count], const Join &join)
+{
+    if constexpr (mask < QUAD) {
+        return make_float2(numbers[0], numbers[1]);
+    } else {
+        constexpr bool HALVES = count > 2;
+        constexpr int LEFT = HALVES ? count / 2 : count;
+        const bool upper = lane_of_warp() & mask;
+        float joined[LEFT];
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            const float kept = upper ? from[i + N] : from[i];
-            const float given = upper ? from[i] : from[i + N];
-            to[i] = join(kept, __shfl_xor_sync(ALL_LANES, given, mask));
+        for (int i = 0; i < LEFT; i++) {
+            const float other = HALVES ? numbers[count / 2 + i] : numbers[i];
+            joined[i] = join(upper ? other : numbers[i],
+                             __shfl_xor_sync(ALL_LANES, upper ? numbers[i] : other, mask));
         }
-    };
-    halve(numbers, eight, 16);
-    halve(eight, four, 8);
-    halve(four, two, 4);
-    return make_float2(two[0], two[1]);
+        return join_rows<mask / 2>(joined, join);
+    }
 }
 
 /* -------------------------------------------------------------------------- copying */
 
 /* The rows of half a tile: all lanes copy the latent numbers of one after another, then each the
  * scales of its own, then eight lanes the rope numbers of a row. Zeros where there is no row. */
-template <typename Row, typename Shared>
+template <typename Shared>
 __device__ void copy_rows(Shared &shared, unsigned tile, int half, int size)
 {
     const int lane = lane_of_warp(), count = size - half * HALF;
     const uint8_t *const *rows = &shared.entries[tile % KNOWN_TILES][half * HALF];
-    uint8_t *latent = shared.latent[tile % STAGES][half * HALF];
+    uint8_t *latent = shared.latent[tile % Shared::STAGES][half * HALF];
 #pragma unroll 1
-    for (int first = 0; first < HALF; first += BATCH) {
-        const uint8_t *from[BATCH];
+    for (int first = 0; first < HALF; first += Shared::BATCH) {
+        const uint8_t *from[Shared::BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) from[i] = rows[first + i] + lane * 16;
+        for (int i = 0; i < Shared::BATCH; i++) from[i] = rows[first + i] + lane * 16;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
+        for (int i = 0; i < Shared::BATCH; i++) {
             ptx::copy_16(latent + (first + i) * PITCH + lane * 16, from[i],
                          first + i < count ? 16 : 0);
         }
     }
     ptx::copy_16<SCALES_AT, SCALES_AT>(latent + lane * PITCH, rows[lane], lane < count ? 16 : 0);
-    if constexpr (Row::HAS_ROPE) {
+    if constexpr (Shared::HAS_ROPE) {
         constexpr int ROWS = WARP / 8; /* at once */
-        uint8_t *rope = &shared.rope[tile % ROPE_STAGES][0][0];
+        uint8_t *rope = &shared.rope[tile % Shared::ROPE_STAGES][0][0];
         const int piece = lane % 8;
         const uint8_t *from[HALF / ROWS];
 #pragma unroll
@@ -228,21 +239,22 @@ __device__ void copy_rows(Shared &shared, unsigned tile, int half, int size)
 #pragma unroll
         for (int i = 0; i < HALF / ROWS; i++) {
             const int row = ROWS * i + lane / 8;
-            ptx::copy_16<0, Row::ROPE_AT>(rope + swapped(half * HALF + row, piece), from[i],
-                                          row < count ? 16 : 0);
+            ptx::copy_16<0, Shared::ROPE_AT>(rope + swapped(half * HALF + row, piece), from[i],
+                                             row < count ? 16 : 0);
         }
     }
 }
 
-template <typename Row, typename Shared> __device__ void copy_tiles(Shared &shared, int half)
+template <typename Shared> __device__ void copy_tiles(Shared &shared, int half)
 {
-    copy_all_tiles<STAGES>(
+    copy_all_tiles<Shared::STAGES>(
         shared, half, [] { return lane_of_warp() == 0; },
         [&](int tile, int size) {
-            if constexpr (Row::HAS_ROPE) {
-                wait_warp(&shared.rope_empty[tile % ROPE_STAGES], (tile / ROPE_STAGES & 1) ^ 1);
+            if constexpr (Shared::HAS_ROPE) {
+                wait_warp(&shared.rope_empty[tile % Shared::ROPE_STAGES],
+                          (tile / Shared::ROPE_STAGES & 1) ^ 1);
             }
-            copy_rows<Row>(shared, tile, half, size);
+            copy_rows(shared, tile, half, size);
         });
 }
 
@@ -276,13 +288,14 @@ __device__ float power_for(float largest, float &unit)
  * those of one step, all of which are asked for before the first is looked at. Since a lane of the
  * products has four neighbours of a step's e4m3 numbers, columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9
  * of the operand are numbers 4 c to 4 c + 3. */
-template <typename Row, bool aligned, typename Shared>
+template <bool aligned, typename Shared>
 __device__ void store_heads(const smla_attend &work, const piece &piece, Shared &shared)
 {
-    constexpr int WARPS = MULTIPLIERS / WARP, OF_WARP = HEADS / WARPS;
+    constexpr int WARPS = MULTIPLIERS / WARP, OF_WARP = Shared::HEADS / WARPS;
     constexpr int ROPE_HEADS = WARP / 8; /* of a warp at once */
+    constexpr int ROPE_TURNS = (OF_WARP + ROPE_HEADS - 1) / ROPE_HEADS;
     const int lane = threadIdx.x % WARP, warp = (threadIdx.x - GATHERERS) / WARP;
-    uint4 pieces[OF_WARP][2], rope[OF_WARP / ROPE_HEADS];
+    uint4 pieces[OF_WARP][2], rope[ROPE_TURNS];
 #pragma unroll
     for (int i = 0; i < OF_WARP; i++) {
         const int head = min(piece.head + i * WARPS + warp, work.heads - 1);
@@ -290,9 +303,9 @@ __device__ void store_heads(const smla_attend &work, const piece &piece, Shared 
         pieces[i][0] = load_eight<aligned>(numbers);
         pieces[i][1] = load_eight<aligned>(numbers + 8);
     }
-    if (Row::HAS_ROPE) {
+    if (Shared::HAS_ROPE) {
 #pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
+        for (int i = 0; i < ROPE_TURNS; i++) {
             const int head = piece.head + (i * WARPS + warp) * ROPE_HEADS + lane / 8;
             rope[i] = load_eight<aligned>(
                 query_number(work, piece, min(head, work.heads - 1), LATENT + lane % 8 * 8));
@@ -313,22 +326,23 @@ __device__ void store_heads(const smla_attend &work, const piece &piece, Shared 
                     make_uint4(first.y, first.w, second.y, second.w));
         if (lane == 0) shared.query_unit[of_block] = unit;
     }
-    if (Row::HAS_ROPE) {
+    if (Shared::HAS_ROPE) {
 #pragma unroll
-        for (int i = 0; i < OF_WARP / ROPE_HEADS; i++) {
-            store_piece(shared.query[Row::BLOCKS - 1], (i * WARPS + warp) * ROPE_HEADS + lane / 8,
-                        lane % 8, rope[i]);
+        for (int i = 0; i < ROPE_TURNS; i++) {
+            const int of_block = (i * WARPS + warp) * ROPE_HEADS + lane / 8;
+            if (of_block >= Shared::HEADS) break;
+            store_piece(shared.query[Shared::BLOCKS - 1], of_block, lane % 8, rope[i]);
         }
     }
 }
 
-template <typename Row, typename Shared>
+template <typename Shared>
 __device__ void store_query(const smla_attend &work, const piece &piece, Shared &shared)
 {
     if (is_query_aligned(work, 16)) {
-        store_heads<Row, true>(work, piece, shared);
+        store_heads<true>(work, piece, shared);
     } else {
-        store_heads<Row, false>(work, piece, shared);
+        store_heads<false>(work, piece, shared);
     }
     ptx::publish_operands();
 }
@@ -365,16 +379,18 @@ template <int later, typename Shared> __device__ void end_values(Shared &shared,
 /* scores = k * q of a tile, by pairs of steps: the products of one are under way while the next
  * one's numbers become operands; a group's, which share a scale, are added up by themselves. The
  * values of the warpgroup's tile before, if they were begun, end behind the first pair. */
-template <typename Row, typename Shared>
-__device__ void multiply_scores(Shared &shared, unsigned tile, bool begun, tile_numbers &scores)
+template <typename Shared>
+__device__ void multiply_scores(Shared &shared, unsigned tile, bool begun,
+                                tile_numbers<Shared> &scores)
 {
     constexpr int PAIRS = STEPS / 2, OF_GROUP = PAIRS / GROUPS;
+    constexpr int QUERY_BLOCK = sizeof shared.query[0];
     const int lane = lane_of_warp();
-    const uint32_t rows = ptx::shared_address(shared.latent[tile % STAGES]) +
+    const uint32_t rows = ptx::shared_address(shared.latent[tile % Shared::STAGES]) +
                           (warp_of_group() * 16 + lane % 16) * PITCH + lane / 16 * 16;
     const uint8_t *scales = first_scales(shared, tile);
     const ptx::operand query = ptx::operand_along_k(ptx::shared_address(shared.query));
-    tile_numbers part;
+    tile_numbers<Shared> part;
     uint32_t words[2][4], left[2][2][4]; /* bytes of two pairs; their numbers */
     ptx::load_matrices(words[0], rows);
     ptx::load_matrices(words[1], rows + 32);
@@ -405,14 +421,14 @@ __device__ void multiply_scores(Shared &shared, unsigned tile, bool begun, tile_
         const float scale[2] = {scale_at(scales, 0, group), scale_at(scales, 1, group)};
         ptx::wait_products<0>();
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < Shared::HEADS / 2; i++) {
             scores[i] = group == 0 ? part[i] * scale[i / 2 % 2]
                                    : fmaf(part[i], scale[i / 2 % 2], scores[i]);
         }
     }
-    if constexpr (Row::HAS_ROPE) {
+    if constexpr (Shared::HAS_ROPE) {
         const int lane = lane_of_warp(); /* anew: registers are short */
-        const uint32_t first = ptx::shared_address(shared.rope[tile % ROPE_STAGES]) +
+        const uint32_t first = ptx::shared_address(shared.rope[tile % Shared::ROPE_STAGES]) +
                                swapped(warp_of_group() * 16 + lane % 16, lane / 16);
         uint32_t rope[K_STEPS][4];
 #pragma unroll
@@ -426,18 +442,18 @@ __device__ void multiply_scores(Shared &shared, unsigned tile, bool begun, tile_
                 part, rope[step], query.at(LATENT_BLOCKS * QUERY_BLOCK + step * K_BYTES), step > 0);
         }
         ptx::commit_products();
-        ptx::arrive(&shared.rope_empty[tile % ROPE_STAGES]);
+        ptx::arrive(&shared.rope_empty[tile % Shared::ROPE_STAGES]);
         ptx::wait_products<0>();
     }
     ptx::keep_order();
     const float *units = &shared.query_unit[first_head()];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < Shared::HEADS / 8; j++) {
         const float2 unit = load_pair(units, j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i++) {
             const float of_head = i % 2 ? unit.y : unit.x;
-            scores[i] = Row::HAS_ROPE ? fmaf(scores[i], of_head, part[i]) : scores[i] * of_head;
+            scores[i] = Shared::HAS_ROPE ? fmaf(scores[i], of_head, part[i]) : scores[i] * of_head;
         }
     }
 }
@@ -478,19 +494,20 @@ __device__ float factor_for(float before, float after, float shift)
 }
 
 /* The largest number of each head, by warps. */
-template <typename Number>
-__device__ void store_largest(float (*largest)[HEADS], const Number &number)
+template <typename Shared, typename Number>
+__device__ void store_largest(float (*largest)[Shared::HEADS], const Number &number)
 {
-    float numbers[LANE_HEADS];
+    float numbers[Shared::LANE_HEADS];
 #pragma unroll
-    for (int i = 0; i < LANE_HEADS; i++) {
+    for (int i = 0; i < Shared::LANE_HEADS; i++) {
         numbers[i] = fmaxf(number(i / 2 * 4 + i % 2, 0), number(i / 2 * 4 + i % 2 + 2, 1));
     }
-    *reinterpret_cast<float2 *>(&largest[warp_of_group()][2 * lane_of_warp()]) = join_rows(
-        numbers, [](float a, float b) { return fmaxf(a, b); });
+    const float2 pair = join_rows(numbers, [](float a, float b) { return fmaxf(a, b); });
+    if (!is_first_of_same<Shared>()) return;
+    *reinterpret_cast<float2 *>(&largest[warp_of_group()][joined_head<Shared>()]) = pair;
 }
 
-__device__ float largest_of_warps(const float (*largest)[HEADS], int head)
+template <int heads> __device__ float largest_of_warps(const float (*largest)[heads], int head)
 {
     float all = -CUDART_INF_F;
 #pragma unroll
@@ -527,11 +544,13 @@ __device__ void store_scale_range(Shared &shared, unsigned tile, int size)
  * multiplies weights meanwhile: their place is taken for what warps tell one another. */
 template <typename Shared>
 __device__ void move_references(Shared &shared, unsigned tile, int own, int size,
-                                tile_numbers &scores, float2 &sums)
+                                tile_numbers<Shared> &scores, float2 &sums)
 {
+    constexpr int HEADS = Shared::HEADS;
+    constexpr unsigned LANES = HEADS < WARP ? (1u << HEADS) - 1 : ALL_LANES; /* that have a head */
     const int warp = warp_of_group(), lane = lane_of_warp(), thread = group_thread();
     auto *const largest = reinterpret_cast<float (*)[WARPS][HEADS]>(shared.weight);
-    store_largest(largest[0], [&](int i, int) { return scores[i]; });
+    store_largest<Shared>(largest[0], [&](int i, int) { return scores[i]; });
     store_scale_range(shared, tile, size);
     sync_own(own);
 
@@ -541,8 +560,8 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
         const float top = largest_of_warps(largest[0], thread), before = shared.reference[thread];
         fresh = shared.fresh[warp] >> lane & 1;
         const bool moves = top > (fresh ? -CUDART_INF_F : 0.0f);
-        const unsigned still_fresh = __ballot_sync(ALL_LANES, fresh && !moves);
-        __syncwarp(); /* all have read what one writes */
+        const unsigned still_fresh = __ballot_sync(LANES, fresh && !moves);
+        __syncwarp(LANES); /* all have read what one writes */
         if (lane == 0) shared.fresh[warp] = still_fresh;
         if (moves) {
             shared.reference[thread] = before + top;
@@ -578,12 +597,12 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
             shared.unit[g][thread] = common[g];
         }
     }
-    const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[2 * lane]);
+    const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[joined_head<Shared>()]);
     sums.x *= drop.x;
     sums.y *= drop.y;
     const float *shifts = &shared.shift[first_head()];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < Shared::HEADS / 8; j++) {
         const float2 of_heads = load_pair(shifts, j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i++) scores[i] -= i % 2 ? of_heads.y : of_heads.x;
@@ -592,7 +611,7 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
         const uint8_t *scales = first_scales(shared, tile);
 #pragma unroll 1
         for (int g = 0; g < GROUPS; g++) {
-            store_largest(largest[1 + g], [&](int i, int y) {
+            store_largest<Shared>(largest[1 + g], [&](int i, int y) {
                 return ptx::exp2_fast(scores[i]) * fabsf(scale_at(scales, y, g));
             });
         }
@@ -620,9 +639,16 @@ template <typename Shared> __device__ void wait_for_values(Shared &shared, unsig
     wait_warp(&shared.taken, (tile & 1) ^ 1);
 }
 
+/* Where the weights of a group begin: in a block of their own, or beside those of others. */
+template <typename Shared> __device__ constexpr int weights_at(int group)
+{
+    return group / Shared::GROUPS_OF_BLOCK * WEIGHT_BLOCK +
+           group % Shared::GROUPS_OF_BLOCK * Shared::HEADS * 2;
+}
+
 /* w of a tile, an operand for each group. */
 template <bool wild, typename Shared>
-__device__ void store_weights(Shared &shared, unsigned tile, const tile_numbers &weights)
+__device__ void store_weights(Shared &shared, unsigned tile, const tile_numbers<Shared> &weights)
 {
     constexpr int CUT_BITS = 13; /* of a float32 fraction, that float16 does not have */
     const int lane = lane_of_warp(), warp = warp_of_group();
@@ -639,10 +665,11 @@ __device__ void store_weights(Shared &shared, unsigned tile, const tile_numbers 
     for (int g = 0; g < GROUPS; g++) {
         const float factor[2] = {next[0], next[1]};
         const float *units = &shared.unit[g][first_head()];
+        const int place = weights_at<Shared>(g), piece = place % ROW_BYTES; /* swapped as well */
         next[0] = factor_of(0, (g + 1) % GROUPS);
         next[1] = factor_of(1, (g + 1) % GROUPS);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < Shared::HEADS / 16; i++) {
             uint32_t words[4];
 #pragma unroll
             for (int w = 0; w < 4; w++) {
@@ -656,36 +683,38 @@ __device__ void store_weights(Shared &shared, unsigned tile, const tile_numbers 
                     raised(wild ? pair[0] * factor[y] * unit.x : pair[0] * factor[y]),
                     raised(wild ? pair[1] * factor[y] * unit.y : pair[1] * factor[y]));
             }
-            ptx::store_matrices((to ^ i << 5) + g * WEIGHT_BLOCK, words);
+            ptx::store_matrices((to ^ i << 5 ^ piece) + place - piece, words);
         }
     }
     ptx::publish_operands();
 }
 
 /* Scores -> weights of a tile of the warpgroup's own, for both. `sums` are those of weights of
- * heads 2 lane and 2 lane + 1 over the warp's rows. */
-template <typename Row, typename Shared>
+ * joined_head() and the next over the warp's rows. */
+template <typename Shared>
 __device__ void weigh(const smla_attend &work, Shared &shared, unsigned tile, int own,
-                      tile_numbers &scores, float2 &sums)
+                      tile_numbers<Shared> &scores, float2 &sums)
 {
-    const int size = shared.size[tile % STAGES], row = first_row();
+    const int size = shared.size[tile % Shared::STAGES], row = first_row();
     float factor = work.softmax_scale * LOG2_E;
     if (__builtin_expect(work.logit_cap > 0.0f, false)) {
         const float inverse = work.softmax_scale / work.logit_cap;
 #pragma unroll
-        for (int i = 0; i < 32; i++) scores[i] = work.logit_cap * tanhf(scores[i] * inverse);
+        for (int i = 0; i < Shared::HEADS / 2; i++) {
+            scores[i] = work.logit_cap * tanhf(scores[i] * inverse);
+        }
         factor = LOG2_E;
     }
     if (size < TILE) {
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < Shared::HEADS / 2; i++) {
             if (row + i / 2 % 2 * 8 >= size) scores[i] = -CUDART_INF_F;
         }
     }
     float largest = -CUDART_INF_F;
     const float *references = &shared.reference[first_head()];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < Shared::HEADS / 8; j++) {
         const float2 reference = load_pair(references, j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i++) {
@@ -707,7 +736,10 @@ __device__ void weigh(const smla_attend &work, Shared &shared, unsigned tile, in
     }
     /* max_logits are Rs, which then have to be the largest scores */
     const float slack = work.max_logits.dtype == SMLA_DTYPE_NONE ? SLACK : 0.0f;
-    const bool moves = shared.wild || (shared.fresh[0] | shared.fresh[1]) != 0 || largest > slack ||
+    unsigned any_fresh = 0;
+#pragma unroll
+    for (const unsigned fresh : shared.fresh) any_fresh |= fresh;
+    const bool moves = shared.wild || any_fresh != 0 || largest > slack ||
                        largest_scale > LARGEST_SCALED || smallest_scale < SMALLEST_SCALED;
     const bool moved = sync_own_or(own, moves);
     if (__builtin_expect(moved, false)) {
@@ -715,7 +747,7 @@ __device__ void weigh(const smla_attend &work, Shared &shared, unsigned tile, in
         move_references(shared, tile, own, size, scores, sums);
     }
 #pragma unroll
-    for (int i = 0; i < 32; i++) scores[i] = ptx::exp2_fast(scores[i]);
+    for (int i = 0; i < Shared::HEADS / 2; i++) scores[i] = ptx::exp2_fast(scores[i]);
     wait_for_values(shared, tile);
     if (group_thread() == 0) shared.moved = moved;
     if (__builtin_expect(moved && shared.wild, false)) {
@@ -724,9 +756,9 @@ __device__ void weigh(const smla_attend &work, Shared &shared, unsigned tile, in
         store_weights<false>(shared, tile, scores);
     }
     ptx::arrive(&shared.weighed);
-    float numbers[LANE_HEADS];
+    float numbers[Shared::LANE_HEADS];
 #pragma unroll
-    for (int i = 0; i < LANE_HEADS; i++) {
+    for (int i = 0; i < Shared::LANE_HEADS; i++) {
         numbers[i] = scores[i / 2 * 4 + i % 2] + scores[i / 2 * 4 + i % 2 + 2];
     }
     const float2 sum = join_rows(numbers, [](float a, float b) { return a + b; });
@@ -738,18 +770,18 @@ __device__ void weigh(const smla_attend &work, Shared &shared, unsigned tile, in
 
 /* Block 2 g + s of the warpgroup's sums has the value numbers from 128 g + 32 * warp + 16 s on:
  * row y of a thread number 2 (lane / 4) + y of them. */
-using value_sums = float[2 * OF_HALF][32];
+template <typename Shared> using value_sums = float[2 * OF_HALF][Shared::HEADS / 2];
 
 /* The sums so far become ones of the new Rs and units. */
 template <typename Shared>
-__device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums &values,
+__device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums<Shared> &values,
                         float2 &sums)
 {
 #pragma unroll
     for (int g = 0; g < OF_HALF; g++) {
         const float *factors = &shared.factor[own * OF_HALF + g][first_head()];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
+        for (int j = 0; j < Shared::HEADS / 8; j++) {
             const float2 factor = load_pair(factors, j);
 #pragma unroll
             for (int i = 4 * j; i < 4 * j + 4; i++) {
@@ -759,7 +791,7 @@ __device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums
         }
     }
     if (tile % OWNERS == own) return; /* whose sums of weights have been */
-    const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[2 * lane_of_warp()]);
+    const float2 drop = *reinterpret_cast<const float2 *>(&shared.drop[joined_head<Shared>()]);
     sums.x *= drop.x;
     sums.y *= drop.y;
 }
@@ -767,18 +799,18 @@ __device__ void rescale(const Shared &shared, unsigned tile, int own, value_sums
 /* Begins to add the values of a tile to the warpgroup's half of the numbers of out, a chunk's of
  * one group after another: the products of one are under way while the next one's numbers become
  * operands. Half of the stage is given back when its bytes have been read. */
-template <typename Row, typename Shared>
-__device__ void begin_values(Shared &shared, unsigned tile, int own, value_sums &values,
+template <typename Shared>
+__device__ void begin_values(Shared &shared, unsigned tile, int own, value_sums<Shared> &values,
                              float2 &sums)
 {
     constexpr int TURNS = CHUNKS * OF_HALF;
-    const int stage = tile % STAGES, lane = lane_of_warp();
+    const int stage = tile % Shared::STAGES, lane = lane_of_warp();
     wait_warp(&shared.weighed, tile & 1);
     if (__builtin_expect(shared.moved, false)) rescale(shared, tile, own, values, sums);
     const uint32_t rows = ptx::shared_address(shared.latent[stage]) + lane % 16 * PITCH +
                           own * (LATENT / OWNERS) + warp_of_group() * 32 + lane / 16 * 16;
     const ptx::operand weight = ptx::operand_across_k<WEIGHT_BLOCK>(
-        ptx::shared_address(shared.weight[own * OF_HALF]));
+        ptx::shared_address(shared.weight) + weights_at<Shared>(own * OF_HALF));
     uint32_t words[2][4], left[2][2][4]; /* bytes of two turns; their numbers */
     ptx::load_transposed(words[0], rows);
 #pragma unroll
@@ -795,7 +827,7 @@ __device__ void begin_values(Shared &shared, unsigned tile, int own, value_sums 
         for (int i = 0; i < 2; i++) {
             ptx::multiply_left<__half, true>(
                 values[2 * g + i], left[turn % 2][i],
-                weight.at(g * WEIGHT_BLOCK + chunk * CHUNK * ROW_BYTES), true);
+                weight.at(weights_at<Shared>(g) + chunk * CHUNK * ROW_BYTES), true);
         }
         ptx::commit_products();
         if (next == TURNS / 2) ptx::arrive(&shared.empty[stage][0]);
@@ -806,30 +838,30 @@ __device__ void begin_values(Shared &shared, unsigned tile, int own, value_sums 
 /* The work of one of the two warpgroups that multiply, by pairs of tiles: one of the other's and
  * the next, its own, whose scores it makes while the other weighs. The values of its own tile end
  * behind the first products of the next pair. */
-template <typename Row, typename Shared>
-__device__ void multiply_tiles(const smla_attend &work, Shared &shared, int own, value_sums &values,
-                               float2 &sums)
+template <typename Shared>
+__device__ void multiply_tiles(const smla_attend &work, Shared &shared, int own,
+                               value_sums<Shared> &values, float2 &sums)
 {
     const auto size_of = [&](unsigned tile) {
-        wait_warp(&shared.full[tile % STAGES], tile / STAGES & 1);
-        return shared.size[tile % STAGES];
+        wait_warp(&shared.full[tile % Shared::STAGES], tile / Shared::STAGES & 1);
+        return shared.size[tile % Shared::STAGES];
     };
-    tile_numbers scores;
+    tile_numbers<Shared> scores;
 #pragma unroll 1
     for (int tile = own - 1;; tile += OWNERS) { /* the other's */
         const bool theirs = tile >= 0 && size_of(tile) > 0, mine = size_of(tile + 1) > 0;
         if (mine) {
-            multiply_scores<Row>(shared, tile + 1, tile > 0, scores);
+            multiply_scores(shared, tile + 1, tile > 0, scores);
         } else {
             end_values<0>(shared, tile > 0);
         }
         if (theirs) {
-            begin_values<Row>(shared, tile, own, values, sums);
+            begin_values(shared, tile, own, values, sums);
             end_values<0>(shared, true);
         }
         if (!mine) break;
-        weigh<Row>(work, shared, tile + 1, own, scores, sums);
-        begin_values<Row>(shared, tile + 1, own, values, sums);
+        weigh(work, shared, tile + 1, own, scores, sums);
+        begin_values(shared, tile + 1, own, values, sums);
     }
 }
 
@@ -839,17 +871,21 @@ constexpr int OUT_PITCH = LATENT + 4; /* numbers: lanes of half a warp have bank
 
 /* Sums of values and of weights go to shared memory, where the operands were. */
 template <typename Shared>
-__device__ void gather_sums(Shared &shared, int own, const value_sums &values, const float2 &sums)
+__device__ void gather_sums(Shared &shared, int own, const value_sums<Shared> &values,
+                            const float2 &sums)
 {
-    static_assert(HEADS * OUT_PITCH * 4 <= offsetof(Shared, query_unit), "operands");
+    static_assert(Shared::HEADS * OUT_PITCH * 4 <= offsetof(Shared, query_unit), "operands");
     const int lane = lane_of_warp();
     float *const to = reinterpret_cast<float *>(&shared) + first_head() * OUT_PITCH +
                       own * (LATENT / OWNERS) + warp_of_group() * 32 + lane / QUAD * 2;
-    *reinterpret_cast<float2 *>(&shared.part_sum[own * WARPS + warp_of_group()][2 * lane]) = sums;
+    if (is_first_of_same<Shared>()) {
+        float *part_sum = shared.part_sum[own * WARPS + warp_of_group()];
+        *reinterpret_cast<float2 *>(&part_sum[joined_head<Shared>()]) = sums;
+    }
 #pragma unroll
     for (int block = 0; block < 2 * OF_HALF; block++) {
 #pragma unroll
-        for (int i = 0; i < LANE_HEADS; i++) {
+        for (int i = 0; i < Shared::LANE_HEADS; i++) {
             const int first = i / 2 * 4 + i % 2;
             *reinterpret_cast<float2 *>(to + (i / 2 * 8 + i % 2) * OUT_PITCH + block / 2 * 128 +
                                         block % 2 * 16) = make_float2(values[block][first],
@@ -864,7 +900,7 @@ __device__ void finish_heads(const smla_gpu_attend &launch, Shared &shared)
 {
     constexpr float LN_2 = 0.693147180559945f;
     const int of_block = threadIdx.x - GATHERERS;
-    if (of_block >= HEADS) return;
+    if (of_block >= Shared::HEADS) return;
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < OWNERS * WARPS; warp++) sum += shared.part_sum[warp][of_block];
@@ -891,13 +927,13 @@ template <int times, typename Shared> __device__ void sync_multipliers(Shared &s
 
 template <typename Shared> __device__ void init_barriers(Shared &shared)
 {
-    for (int stage = 0; stage < STAGES; stage++) {
+    for (int stage = 0; stage < Shared::STAGES; stage++) {
         ptx::init_phases(&shared.full[stage], 2 * COPY_WARPS * WARP);
         for (int half = 0; half < COPY_WARPS; half++) {
             ptx::init_phases(&shared.empty[stage][half], MULTIPLIERS);
         }
     }
-    for (int stage = 0; stage < ROPE_STAGES; stage++) {
+    for (int stage = 0; stage < Shared::ROPE_STAGES; stage++) {
         ptx::init_phases(&shared.rope_empty[stage], ptx::WARPGROUP);
     }
     ptx::init_phases(&shared.weighed, ptx::WARPGROUP);
@@ -910,19 +946,22 @@ template <typename Shared> __device__ void init_barriers(Shared &shared)
 template <typename Shared> __device__ void init_references(Shared &shared)
 {
     const int thread = threadIdx.x;
-    if (thread < HEADS) {
+    if (thread < Shared::HEADS) {
         shared.reference[thread] = 0.0f;
         for (int g = 0; g < GROUPS; g++) shared.unit[g][thread] = LARGEST_POWER;
     }
-    if (thread < HEADS / WARP) shared.fresh[thread] = ~0u;
+    if (thread < sizeof shared.fresh / sizeof *shared.fresh) {
+        shared.fresh[thread] = Shared::HEADS < WARP ? (1u << Shared::HEADS) - 1 : ~0u;
+    }
     if (thread < GROUPS) shared.smallest_yet[thread] = CUDART_INF_F;
     if (thread == 0) shared.wild = 0;
 }
 
-template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_attend &parameters)
+template <int d_qk, int heads, int shared_bytes>
+__device__ void attend(const smla_gpu_attend &parameters)
 {
-    using Row = packed_row<d_qk>;
-    using Shared = shared_state<Row>;
+    using Shape = shape<d_qk, heads>;
+    using Shared = shared_state<Shape>;
     static_assert(sizeof(Shared) == shared_bytes, "sm90_kernels.h");
     static_assert(shared_bytes + 1024 <= 227 * 1024, "what Hopper gives a block");
     extern __shared__ __align__(1024) unsigned char operands[];
@@ -935,35 +974,35 @@ template <int d_qk, int shared_bytes> __device__ void attend(const smla_gpu_atte
     __syncthreads();
     const smla_gpu_attend &launch = shared.launch;
     const smla_attend &work = launch.work;
-    const block_piece taken = take_piece(launch, blockIdx.x);
+    const block_piece taken = take_piece(launch, blockIdx.x, heads);
     const piece &piece = taken.piece;
     if (threadIdx.x == 0) {
         shared.piece = piece;
         shared.part = taken.part;
     }
     if (threadIdx.x < GATHERERS) {
-        ptx::keep_registers<GATHER_REGISTERS>();
-        gather<Row>(launch, piece, shared, [&](int half) { copy_tiles<Row>(shared, half); });
+        ptx::keep_registers<Shape::GATHER_REGISTERS>();
+        gather<Shape>(launch, piece, shared, [&](int half) { copy_tiles(shared, half); });
     } else {
-        ptx::take_registers<MULTIPLY_REGISTERS>();
+        ptx::take_registers<Shape::MULTIPLY_REGISTERS>();
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;
-        store_query<Row>(work, piece, shared);
+        store_query(work, piece, shared);
         sync_multipliers<0>(shared);
         float2 sums = {};
-        value_sums values;
+        value_sums<Shared> values;
 #pragma unroll
         for (int block = 0; block < 2 * OF_HALF; block++) {
 #pragma unroll
-            for (int i = 0; i < 32; i++) values[block][i] = 0.0f;
+            for (int i = 0; i < heads / 2; i++) values[block][i] = 0.0f;
         }
-        multiply_tiles<Row>(work, shared, own, values, sums);
+        multiply_tiles(work, shared, own, values, sums);
         sync_multipliers<1>(shared);
         gather_sums(shared, own, values, sums);
         sync_multipliers<2>(shared);
         finish_heads(launch, shared);
         sync_multipliers<3>(shared);
-        store_results<OUT_PITCH>(launch, shared,
-                                 [&](int group, int head) { return shared.factor[group][head]; });
+        store_results<heads, OUT_PITCH>(
+            launch, shared, [&](int group, int head) { return shared.factor[group][head]; });
     }
     __syncthreads(); /* nobody leaves while others still wait at a barrier */
     if (threadIdx.x == 0) report_noted(launch, shared);

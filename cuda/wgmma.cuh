@@ -181,39 +181,65 @@ __device__ inline void multiply_across_k(float (&sums)[128], const uint32_t *a, 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-/* a from registers, b along k or across k (of 64 columns); added if `accumulate`. */
-template <typename Number, bool across>
-__device__ inline void multiply_left(float (&sums)[32], const uint32_t (&a)[4], uint64_t b,
+/* a from registers, b along k or across k, of 64, 32 or 16 columns; added if `accumulate`. The
+ * macros number the instruction's operands: sums, a and b, `accumulate`, `across`. */
+template <typename Number, bool across, int count>
+__device__ inline void multiply_left(float (&sums)[count], const uint32_t (&a)[4], uint64_t b,
                                      bool accumulate);
 
-#define SMLA_LEFT(Number, type, across)                                                            \
+#define SMLA_LEFT(Number, type, across, columns, sums_at, rest_at, accumulate_at, across_at, ...)  \
     template <>                                                                                    \
     __device__ inline void multiply_left<Number, across>(                                          \
-        float (&sums)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate)                    \
+        float (&sums)[columns / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate)           \
     {                                                                                              \
         asm volatile("{\n\t"                                                                       \
                      ".reg .pred accumulate;\n\t"                                                  \
-                     "setp.ne.b32 accumulate, %37, 0;\n\t"                                         \
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " "               \
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "     \
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "      \
-                     "%30, %31}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n\t"            \
+                     "setp.ne.b32 accumulate, " accumulate_at ", 0;\n\t"                           \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " "     \
+                     "{" sums_at "}, " rest_at ", accumulate, 1, 1, " across_at ";\n\t"            \
                      "}"                                                                           \
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]),  \
-                       "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]),  \
-                       "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),             \
-                       "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),             \
-                       "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]),             \
-                       "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]),             \
-                       "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),             \
-                       "+f"(sums[30]), "+f"(sums[31])                                              \
+                     : __VA_ARGS__                                                                 \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate),   \
                        "n"((int)across));                                                          \
     }
 
-SMLA_LEFT(__half, "f16", false)
-SMLA_LEFT(__half, "f16", true)
-SMLA_LEFT(__nv_bfloat16, "bf16", false)
+#define SMLA_LEFT_16(Number, type, across)                                                         \
+    SMLA_LEFT(Number, type, across, 16, "%0, %1, %2, %3, %4, %5, %6, %7",                          \
+              "{%8, %9, %10, %11}, %12", "%13", "%14", "+f"(sums[0]), "+f"(sums[1]),               \
+              "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]),           \
+              "+f"(sums[7]))
+
+#define SMLA_LEFT_32(Number, type, across)                                                         \
+    SMLA_LEFT(Number, type, across, 32,                                                            \
+              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",              \
+              "{%16, %17, %18, %19}, %20", "%21", "%22", "+f"(sums[0]), "+f"(sums[1]),             \
+              "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]),           \
+              "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),         \
+              "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]))
+
+#define SMLA_LEFT_64(Number, type, across)                                                         \
+    SMLA_LEFT(Number, type, across, 64,                                                            \
+              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "   \
+              "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",              \
+              "{%32, %33, %34, %35}, %36", "%37", "%38", "+f"(sums[0]), "+f"(sums[1]),             \
+              "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]),           \
+              "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),         \
+              "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]),      \
+              "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]),      \
+              "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]),      \
+              "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]))
+
+#define SMLA_LEFTS(Number, type, across)                                                           \
+    SMLA_LEFT_16(Number, type, across)                                                             \
+    SMLA_LEFT_32(Number, type, across) SMLA_LEFT_64(Number, type, across)
+
+SMLA_LEFTS(__half, "f16", false)
+SMLA_LEFTS(__half, "f16", true)
+SMLA_LEFTS(__nv_bfloat16, "bf16", false)
+#undef SMLA_LEFTS
+#undef SMLA_LEFT_16
+#undef SMLA_LEFT_32
+#undef SMLA_LEFT_64
 #undef SMLA_LEFT
 
 } // namespace ptx

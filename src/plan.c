@@ -99,8 +99,8 @@ static enum smla_status plan_any(const struct smla_attend *work, const struct sm
     return SMLA_OK;
 }
 
-/* The tensor-core kernels, by what they are made for: `sm80` is followed by the ones for 32 and 64
- * heads, `sm90` is for 64; 0: there is none. */
+/* The tensor-core kernels, by what they are made for: `sm80`, and `sm90` of packed caches, are
+ * followed by the ones for 32 and 64 heads, `sm90` of dense ones is for 64; 0: there is none. */
 static const struct {
     enum smla_dtype dtype;
     enum smla_format format;
@@ -111,9 +111,9 @@ static const struct {
     {SMLA_BFLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_bf16_576_16, SMLA_KERNEL_sm90_bf16_576_64},
     {SMLA_BFLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_bf16_512_16, SMLA_KERNEL_sm90_bf16_512_64},
     {SMLA_BFLOAT16, SMLA_FP8_DS_MLA, 576, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_16,
-     SMLA_KERNEL_sm90_bf16_fp8_ds_mla_64},
+     SMLA_KERNEL_sm90_bf16_fp8_ds_mla_16},
     {SMLA_BFLOAT16, SMLA_FP8_DS_MLA_NOROPE, 512, SMLA_KERNEL_sm80_bf16_fp8_ds_mla_norope_16,
-     SMLA_KERNEL_sm90_bf16_fp8_ds_mla_norope_64},
+     SMLA_KERNEL_sm90_bf16_fp8_ds_mla_norope_16},
     {SMLA_BFLOAT16, SMLA_FP8_TENSOR, 576, SMLA_KERNEL_sm80_bf16_fp8_tensor_16, 0},
     {SMLA_FLOAT16, SMLA_DENSE, 576, SMLA_KERNEL_sm80_fp16_576_16, 0},
     {SMLA_FLOAT16, SMLA_DENSE, 512, SMLA_KERNEL_sm80_fp16_512_16, 0},
@@ -152,6 +152,12 @@ static int32_t sm80_heads(const struct smla_attend *work)
     return work->heads <= 16 || few ? 16 : work->heads <= 32 ? 32 : 64;
 }
 
+/* Which of a format's kernels is for so many heads. */
+static int32_t kernel_of_heads(int32_t head_tile)
+{
+    return head_tile == 16 ? 0 : head_tile == 32 ? 1 : 2;
+}
+
 /* Entries of a tile: see block_of in cuda/sm80_attend.cuh. */
 static int64_t sm80_tile(int32_t head_tile)
 {
@@ -161,6 +167,7 @@ static int64_t sm80_tile(int32_t head_tile)
 /* What the cost of splits depends on. */
 struct split_shape {
     int64_t pieces; /* rows times head tiles */
+    int64_t heads;  /* of a tile */
     int64_t multiprocessors;
     int64_t resident; /* blocks that one of them holds */
     int64_t cut;      /* pieces that are cut */
@@ -183,6 +190,19 @@ static double sm80_cost(const struct split_shape *shape, int64_t splits)
     return (double)ceil_div(deep, shape->resident) * (1.0 + sharing * (double)(beside - 1)) *
                ((double)ceil_div(shape->tiles, splits) + start_and_end) +
            merging * (double)(splits * merged);
+}
+
+static struct split_shape sm80_shape(const struct smla_attend *work,
+                                     const struct smla_target *target, int64_t heads,
+                                     int64_t resident)
+{
+    return (struct split_shape){
+        .pieces = rows_of(work) * ceil_div(work->heads, heads),
+        .heads = heads,
+        .multiprocessors = target->multiprocessors,
+        .resident = resident,
+        .tiles = ceil_div(entries_of(work), sm80_tile((int32_t)heads)),
+    };
 }
 
 /* The splits of the least cost, the fewest of equals. Of those whose longest part has the same
@@ -213,15 +233,11 @@ static void set_combine(struct smla_plan *plan)
 }
 
 /* Splits of sm80: the cheapest, or, for batch_invariant, by the entries alone. */
-static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct split_shape *shape,
+static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct split_shape shape,
                             struct smla_plan *plan)
 {
-    int64_t wanted = ceil_div(entries_of(work), INVARIANT_ENTRIES);
-    if (!work->batch_invariant) {
-        shape->pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile);
-        shape->tiles = ceil_div(entries_of(work), tile);
-        wanted = cheapest_splits(shape, sm80_cost);
-    }
+    int64_t wanted = work->batch_invariant ? ceil_div(entries_of(work), INVARIANT_ENTRIES)
+                                           : cheapest_splits(&shape, sm80_cost);
     set_splits(work, rows_of(work) * work->heads, wanted, tile, plan);
     set_combine(plan);
 }
@@ -232,26 +248,13 @@ static void plan_sm80(const struct smla_attend *work, const struct smla_target *
     enum { RESERVED_BYTES = 1024 };
     plan->kernel = "sm80";
     plan->head_tile = sm80_heads(work);
-    plan->kernel_id = TENSOR_CORES[line].sm80 + (plan->head_tile == 16   ? 0
-                                                 : plan->head_tile == 32 ? 1
-                                                                         : 2);
+    plan->kernel_id = TENSOR_CORES[line].sm80 + kernel_of_heads(plan->head_tile);
     plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
     int64_t resident = plan->head_tile == 64 ? 1 : 2; /* that the registers hold */
     int64_t room = (target->shared_bytes + RESERVED_BYTES) / (plan->shared_bytes + RESERVED_BYTES);
     if (room < resident) resident = room < 1 ? 1 : room;
-    struct split_shape shape = {
-        .multiprocessors = target->multiprocessors,
-        .resident = resident,
-    };
-    set_tile_splits(work, sm80_tile(plan->head_tile), &shape, plan);
-}
-
-/* Whether Hopper's own products pay: wherever sm80 would have blocks of more than 16 heads, but for
- * very short rows. Where a row's bits must not depend on the number of rows, all take sm80. */
-static bool sm90_pays(const struct smla_attend *work)
-{
-    enum { FEW_ENTRIES = 512 };
-    return !work->batch_invariant && entries_of(work) >= FEW_ENTRIES && sm80_heads(work) > 16;
+    int64_t tile = sm80_tile(plan->head_tile);
+    set_tile_splits(work, tile, sm80_shape(work, target, plan->head_tile, resident), plan);
 }
 
 /* What `splits` parts of the last pieces cost, in the time of an entry: the rounds of whole pieces
@@ -259,8 +262,10 @@ static bool sm90_pays(const struct smla_attend *work)
  * docs/performance.md. */
 static double sm90_cost(const struct split_shape *shape, int64_t splits)
 {
-    const double start_and_end = 170.0, merging_start = 100.0, merging = 1.0; /* a part */
-    const double many = splits > SMLA_COMBINE_LOADS ? 96.0 : 0.0;
+    const bool few = shape->heads <= 32; /* whose entries take less */
+    const double start_and_end = few ? 290.0 : 170.0, merging_start = few ? 120.0 : 100.0;
+    const double merging = 1.0; /* a part */
+    const double many = splits > SMLA_COMBINE_LOADS && !few ? 96.0 : 0.0;
     int64_t part = splits > 1 ? ceil_div(shape->tiles, splits) * shape->tile : shape->entries;
     int64_t whole_rounds = ceil_div(shape->pieces - shape->cut, shape->multiprocessors);
     int64_t cut_rounds = ceil_div(shape->cut * splits, shape->multiprocessors);
@@ -269,43 +274,78 @@ static double sm90_cost(const struct split_shape *shape, int64_t splits)
            (splits > 1 ? merging_start + many + merging * (double)(shape->cut * splits) : 0.0);
 }
 
+static bool is_dense(const struct smla_attend *work)
+{
+    return work->source[0].format == SMLA_DENSE;
+}
+
+static int32_t sm90_heads(const struct smla_attend *work)
+{
+    return is_dense(work)      ? SMLA_SM90_DENSE_HEADS
+           : work->heads <= 16 ? 16
+           : work->heads <= 32 ? 32
+                               : 64;
+}
+
 /* The pieces that fill rounds of blocks stay whole; the others, or all where there are fewer than
  * multiprocessors, are cut as costs the least. */
-static void set_cut(const struct smla_attend *work, const struct smla_target *target, int64_t tile,
-                    struct smla_plan *plan)
+static struct split_shape sm90_shape(const struct smla_attend *work,
+                                     const struct smla_target *target)
 {
-    int64_t pieces = rows_of(work) * ceil_div(work->heads, plan->head_tile), cut = pieces;
-    int64_t wanted = ceil_div(entries_of(work), INVARIANT_ENTRIES);
-    if (!work->batch_invariant) {
-        cut = pieces % target->multiprocessors;
-        struct split_shape shape = {
-            .pieces = pieces,
-            .multiprocessors = target->multiprocessors,
-            .cut = cut,
-            .entries = entries_of(work),
-            .tile = tile,
-            .tiles = ceil_div(entries_of(work), tile),
-        };
-        wanted = cheapest_splits(&shape, sm90_cost);
-    }
-    set_splits(work, cut * plan->head_tile, wanted, tile, plan);
-    if (plan->splits == 1) cut = pieces;
-    plan->whole = (int32_t)(pieces - cut);
+    int64_t tile = is_dense(work) ? SMLA_SM90_DENSE_TILE : SMLA_SM90_PACKED_TILE;
+    int64_t heads = sm90_heads(work), pieces = rows_of(work) * ceil_div(work->heads, heads);
+    return (struct split_shape){
+        .pieces = pieces,
+        .heads = heads,
+        .multiprocessors = target->multiprocessors,
+        .cut = work->batch_invariant ? pieces : pieces % target->multiprocessors,
+        .entries = entries_of(work),
+        .tile = tile,
+        .tiles = ceil_div(entries_of(work), tile),
+    };
+}
+
+/* Hopper's own products. */
+static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
+                      int32_t line, struct smla_plan *plan)
+{
+    const struct split_shape shape = sm90_shape(work, target);
+    plan->kernel = "sm90";
+    plan->head_tile = (int32_t)shape.heads;
+    plan->kernel_id = TENSOR_CORES[line].sm90 +
+                      (is_dense(work) ? 0 : kernel_of_heads(plan->head_tile));
+    plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
+    int64_t wanted = work->batch_invariant ? ceil_div(shape.entries, INVARIANT_ENTRIES)
+                                           : cheapest_splits(&shape, sm90_cost);
+    set_splits(work, shape.cut * shape.heads, wanted, shape.tile, plan);
+    int64_t cut = plan->splits == 1 ? shape.pieces : shape.cut;
+    plan->whole = (int32_t)(shape.pieces - cut);
     plan->cut_pieces = (int32_t)cut;
     set_combine(plan);
 }
 
-/* Hopper's own products, for 64 heads of a row at once. */
-static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
-                      int32_t line, struct smla_plan *plan)
+/* Whether it pays for up to 16 heads of packed caches, where both kernels are close: by what their
+ * cheapest splits cost. Measured, see docs/performance.md. */
+static bool sm90_costs_less(const struct smla_attend *work, const struct smla_target *target)
 {
-    int64_t tile = work->source[0].format == SMLA_DENSE ? SMLA_SM90_DENSE_TILE
-                                                        : SMLA_SM90_PACKED_TILE;
-    plan->kernel = "sm90";
-    plan->head_tile = SMLA_SM90_HEADS;
-    plan->kernel_id = TENSOR_CORES[line].sm90;
-    plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
-    set_cut(work, target, tile, plan);
+    const double entry = 0.0235, tile_alone = 1.33, tile_beside = 1.1; /* microseconds */
+    const struct split_shape own = sm90_shape(work, target);
+    const struct split_shape other = sm80_shape(work, target, 16, 2);
+    int64_t splits = cheapest_splits(&other, sm80_cost);
+    double tile = other.pieces * splits <= other.multiprocessors ? tile_alone : tile_beside;
+    return entry * sm90_cost(&own, cheapest_splits(&own, sm90_cost)) <
+           tile * sm80_cost(&other, splits);
+}
+
+/* Whether Hopper's own products pay: over dense caches, and for more than 32 heads, wherever sm80
+ * would have blocks of more than 16 heads; for fewer over packed ones from a few rows on; but for
+ * very short rows. Where a row's bits must not depend on the number of rows, all take sm80. */
+static bool sm90_pays(const struct smla_attend *work, const struct smla_target *target)
+{
+    enum { FEW_ENTRIES = 512, FEW_ROWS = 8 };
+    if (work->batch_invariant || entries_of(work) < FEW_ENTRIES) return false;
+    if (is_dense(work) || work->heads > 32) return sm80_heads(work) > 16;
+    return rows_of(work) >= FEW_ROWS && (work->heads > 16 || sm90_costs_less(work, target));
 }
 
 /* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */
@@ -330,7 +370,7 @@ static enum smla_status plan_gpu(const struct smla_attend *work, const struct sm
                  "fp8_tensor, on GPUs of compute capability 9.0");
     if (line < 0)
         SMLA_TRY(plan_any(work, target, plan, error));
-    else if (sm90 || (can_sm90 && !sm80 && sm90_pays(work)))
+    else if (sm90 || (can_sm90 && !sm80 && sm90_pays(work, target)))
         plan_sm90(work, target, line, plan);
     else
         plan_sm80(work, target, line, plan);

@@ -292,11 +292,18 @@ def test_hopper_kernels_run_where_they_are_asked_for(fake: Path) -> None:
         {**MANY, "heads": 5, "batch": 1},
         {**MANY, "cache_format": "fp8_ds_mla", "topk": 63},
         {**MANY, "d_qk": 512, "cache_format": "fp8_ds_mla_norope", "batch_invariant": True},
+        {**MANY, "cache_format": "fp8_ds_mla", "heads": 33},
+        {**MANY, "cache_format": "fp8_ds_mla", "heads": 32},
+        {**MANY, "cache_format": "fp8_ds_mla", "heads": 17},
+        {**MANY, "cache_format": "fp8_ds_mla", "heads": 16},
+        {**MANY, "d_qk": 512, "cache_format": "fp8_ds_mla_norope", "heads": 1},
     ]
-    tiles = [32, 32, 64, 64]
+    tiles = [32, 32, 64, 64, 64, 64, 64, 64, 64]  # entries
+    head_tiles = [64, 64, 64, 64, 64, 32, 32, 16, 16]
     plans = planned(fake, shapes, **HOPPER, SPARSE_MLA_KERNEL="sm90")
-    for plan, tile in zip(plans, tiles, strict=True):
-        assert (plan["kernel"], plan["head_tile"], plan["split_entries"] % tile) == ("sm90", 64, 0)
+    for plan, tile, heads in zip(plans, tiles, head_tiles, strict=True):
+        assert plan["split_entries"] % tile == 0
+        assert (plan["kernel"], plan["head_tile"]) == ("sm90", heads)
 
 
 @needs_kernels
@@ -311,9 +318,14 @@ def test_hopper_kernels_run_where_they_are_asked_for(fake: Path) -> None:
         ("sm80", {"batch": 2}),
         ("sm90", {"heads": 17, "batch": 9}),
         ("sm80", {"heads": 17, "batch": 8}),
-        ("sm90", {"heads": 32, "batch": 9, "cache_format": "fp8_ds_mla"}),
+        ("sm90", {"heads": 32, "batch": 8, "cache_format": "fp8_ds_mla"}),
+        ("sm80", {"heads": 32, "batch": 7, "cache_format": "fp8_ds_mla"}),
+        ("sm90", {"heads": 8, "batch": 8, "cache_format": "fp8_ds_mla"}),
+        ("sm80", {"heads": 8, "batch": 7, "cache_format": "fp8_ds_mla"}),
+        ("sm80", {"heads": 16, "batch": 70, "cache_format": "fp8_ds_mla"}),
+        ("sm90", {"heads": 16, "batch": 116, "cache_format": "fp8_ds_mla"}),
+        ("sm80", {"heads": 16, "batch": 116, "cache_format": "fp8_ds_mla", "topk": 511}),
         ("sm80", {"heads": 16, "batch": 4096}),
-        ("sm80", {"heads": 16, "batch": 64, "cache_format": "fp8_ds_mla"}),
         ("sm90", {"topk": 512}),
         ("sm80", {"topk": 511}),
         ("sm80", {"batch_invariant": True}),
@@ -329,15 +341,27 @@ def test_hopper_kernels_run_where_they_pay(kernel: str, changed: dict, fake: Pat
 
 
 @needs_kernels
-@pytest.mark.parametrize("cache", [{}, {"cache_format": "fp8_ds_mla"}], ids=["dense", "packed"])
-def test_hopper_kernels_cut_what_is_past_the_last_full_round(cache: dict, fake: Path) -> None:
-    """Of 116 multiprocessors. The workspace is for the pieces that are cut, 64 heads each; where
-    that would cost more than it spares, none is."""
-    pieces_cut = {4: 8, 58: 0, 62: 8, 100: 0, 117: 2, 4096: 8192 % 116}
-    shapes = [{**MANY, **cache, "batch": rows} for rows in pieces_cut]
+@pytest.mark.parametrize(
+    ("cache", "heads", "tile"),
+    [
+        ({}, 128, 64),
+        ({"cache_format": "fp8_ds_mla"}, 128, 64),
+        ({"cache_format": "fp8_ds_mla"}, 32, 32),
+        ({"cache_format": "fp8_ds_mla"}, 10, 16),
+    ],
+    ids=["dense", "packed", "packed-32", "packed-16"],
+)
+def test_hopper_kernels_cut_what_is_past_the_last_full_round(
+    cache: dict, heads: int, tile: int, fake: Path
+) -> None:
+    """Of 116 multiprocessors. The workspace is for the pieces that are cut, a tile's heads each;
+    where that would cost more than it spares, none is."""
+    pieces_cut = {8: 8, 116: 0, 124: 8, 200: 0, 234: 2, 8192: 8192 % 116}
+    of_row = -(-heads // tile)
+    shapes = [{**MANY, **cache, "heads": heads, "batch": pieces // of_row} for pieces in pieces_cut]
     for plan, cut in zip(planned(fake, shapes, **HOPPER), pieces_cut.values(), strict=True):
         assert (plan["kernel"], plan["splits"] > 1) == ("sm90", cut > 0), plan
-        assert plan["workspace_bytes"] == (cut > 0) * plan["splits"] * cut * 64 * (512 + 2) * 4
+        assert plan["workspace_bytes"] == (cut > 0) * plan["splits"] * cut * tile * (512 + 2) * 4
 
 
 BLOCKS = """
@@ -346,13 +370,20 @@ from capsules import Producer
 from fake_gpu import last_launch, tensor
 
 bfloat16 = functools.partial(tensor, dtype=np.float16, kind=functools.partial(Producer, code=4))
-cache = bfloat16(4, 8, 576)
-for rows, heads in ((58, 70), (62, 70), (70, 70)):
+caches = {"dense": bfloat16(4, 8, 576), "fp8_ds_mla": tensor(4, 8, 656, dtype=np.uint8)}
+for name, rows, heads in (
+    ("dense", 58, 70), ("dense", 62, 70), ("dense", 70, 70),
+    ("fp8_ds_mla", 124, 20), ("fp8_ds_mla", 124, 10),
+):
     q, slots = bfloat16(rows, heads, 576), tensor(rows, 2048, dtype=np.int32)
     out, lse = tensor(rows, heads, 512), tensor(rows, heads)
-    sparse_mla.attend(q, cache, slots, out=out, lse=lse, softmax_scale=1.0)
-    plan = sparse_mla.plan(batch=rows, heads=heads, topk=2048, device="cuda:0")
-    print(last_launch().kernel.decode(), last_launch().blocks, plan["splits"])
+    sparse_mla.attend(
+        q, caches[name], slots, out=out, lse=lse, softmax_scale=1.0, cache_format=name
+    )
+    plan = sparse_mla.plan(
+        batch=rows, heads=heads, topk=2048, cache_format=name, device="cuda:0"
+    )
+    print(last_launch().kernel.decode(), last_launch().blocks, plan["splits"], plan["head_tile"])
 """
 
 
@@ -362,13 +393,14 @@ def test_blocks_are_for_all_pieces_and_merging_is_for_those_that_are_cut(fake: P
     merges takes 8 warps a block, of which each has so many of a head's four runs as fit its eight
     loads; heads are those of whole tiles."""
     lines = [line.split() for line in run(BLOCKS, fake, **HOPPER).splitlines()]
-    assert lines[0] == ["sm90_bf16_576_64", "116", "1"]
-    for (kernel, blocks, splits), cut in zip(lines[1:], (8, 24), strict=True):
+    assert lines[0] == ["sm90_bf16_576_64", "116", "1", "64"]
+    assert [int(line[3]) for line in lines] == [64, 64, 64, 32, 16]
+    for (kernel, blocks, splits, tile), cut in zip(lines[1:], (8, 24, 8, 8), strict=True):
         runs = {1: 4, 2: 4, 3: 2, 4: 2}.get(int(splits), 1)
         if int(splits) > 8:
-            assert (kernel, int(blocks)) == ("sm80_combine_many", cut * 64 * 4)
+            assert (kernel, int(blocks)) == ("sm80_combine_many", cut * int(tile) * 4)
         else:
-            assert (kernel, int(blocks)) == ("sm80_combine", cut * 64 * 4 // runs // 8)
+            assert (kernel, int(blocks)) == ("sm80_combine", cut * int(tile) * 4 // runs // 8)
 
 
 @needs_kernels

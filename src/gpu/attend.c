@@ -81,6 +81,7 @@ enum smla_status smla_gpu_attend(const struct smla_attend *work, const struct sm
     launch.splits = plan->splits;
     launch.whole = plan->whole;
     launch.cut_pieces = plan->cut_pieces;
+    launch.head_tile = plan->head_tile;
     launch.head_tiles = (work->heads + plan->head_tile - 1) / plan->head_tile;
     for (int i = 0; i < work->sources; i++)
         launch.layout[i] = layout_of(work->source[i].format, work->q_dtype);
