@@ -34,6 +34,7 @@ template <int warps, int runs> __device__ void combine(const smla_gpu_attend &la
     constexpr int LANE_SPLITS = warps == 1 ? 1 : SMLA_MOST_SPLITS / WARP;
     static_assert(LOADS <= WARP && SMLA_MOST_SPLITS % WARP == 0, "a lane knows of one or two");
     const smla_attend &work = launch.work;
+    ptx::allow_next_launch();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const bool is_cut = launch.cut_pieces > 0;
     const unsigned head_tile = launch.head_tile;

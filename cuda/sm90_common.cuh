@@ -378,11 +378,13 @@ template <typename Shared> __device__ void init_look_up(Shared &shared)
     for (int warp = 0; warp < LOOK_UP_WARPS; warp++) ptx::init_phases(&shared.turn[warp], WARP);
 }
 
-/* The rows of q and where their indices are, for the gathering warps. */
+/* The rows of q and where their indices are, for the gathering warps. Bringing indices into L2
+ * reads nothing: it may come before what they are is written. */
 template <typename Shared>
 __device__ void open_block(const smla_attend &work, const piece &piece, Shared &shared)
 {
     prefetch_first_indices(work, piece);
+    ptx::wait_for_last_launch();
     fault_tally faults = {};
     open_rows(work, piece, shared.rows, faults);
     if (faults.count) note_fault(shared, faults.entry, faults.cause, faults.source);

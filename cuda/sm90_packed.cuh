@@ -985,6 +985,7 @@ __device__ void attend(const smla_gpu_attend &parameters)
         gather<Shape>(launch, piece, shared, [&](int half) { copy_tiles(shared, half); });
     } else {
         ptx::take_registers<Shape::MULTIPLY_REGISTERS>();
+        ptx::wait_for_last_launch();
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;
         store_query(work, piece, shared);
         sync_multipliers<0>(shared);

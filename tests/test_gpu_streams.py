@@ -129,6 +129,71 @@ def test_several_calls_in_one_graph(cuda: Backend) -> None:
             assert_right(cases.make(case, seed), *result)
 
 
+@pytest.mark.parametrize("cache_format", ["dense", "fp8_ds_mla_norope"])
+def test_calls_that_read_what_the_one_before_wrote(cache_format: str, cuda: Backend) -> None:
+    """A launch may begin before the one before it ends, but reads nothing until then: each call's
+    q, and its dense cache, are the out of the call before."""
+    import torch
+
+    rows, heads, width, calls = 4, 64, 512, 8
+    make = torch.Generator(device="cuda").manual_seed(1)
+    options = {"cache_format": cache_format, "softmax_scale": width**-0.5}
+    indices = torch.randint(rows * heads, (rows, 700), generator=make, device="cuda")
+    outs = [torch.empty(rows, heads, width, device="cuda").bfloat16() for _ in range(calls + 1)]
+    packed = None
+    if cache_format != "dense":
+        numbers = torch.randn(rows * heads, width, generator=make, device="cuda").bfloat16()
+        packed = sparse_mla.pack(numbers, block_size=heads, cache_format=cache_format)
+
+    def call(i: int) -> None:
+        cache = outs[i] if packed is None else packed
+        sparse_mla.attend(outs[i], cache, indices, out=outs[i + 1], **options)
+
+    call(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    for _ in range(3):
+        q = torch.randn(rows, heads, width, generator=make, device="cuda").bfloat16()
+        want = []
+        outs[0].copy_(q)
+        for i in range(calls):
+            call(i)
+            torch.cuda.synchronize()
+            want.append(outs[i + 1].clone())
+        for out in outs[1:]:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out, expect in zip(outs[1:], want, strict=True):
+            assert torch.equal(out, expect) and out.isfinite().all()
+
+
+def test_capture_where_streams_join(cuda: Backend) -> None:
+    """A call that depends on a copy of one stream and a kernel of another."""
+    import torch
+
+    case = replace(CASES["fp8"], validate="deferred")
+    held, source = cuda.tensors(cases.make(case)), cuda.tensors(cases.make(case, 1))
+    sparse_mla.attend(**held)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            held["q"].copy_(source["q"])
+        held["indices"].copy_(source["indices"] + 0)
+        torch.cuda.current_stream().wait_stream(side)
+        out, lse = sparse_mla.attend(**held)
+    for seed in range(2, 5):
+        fresh = cases.make(case, seed)
+        fill(held, fresh)
+        fill(source, fresh)
+        held["q"].zero_()
+        held["indices"].zero_()
+        graph.replay()
+        assert_right(fresh, out, lse)
+
+
 PRELUDE = f"""
 import os, sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})

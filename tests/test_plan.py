@@ -384,6 +384,7 @@ for name, rows, heads in (
         batch=rows, heads=heads, topk=2048, cache_format=name, device="cuda:0"
     )
     print(last_launch().kernel.decode(), last_launch().blocks, plan["splits"], plan["head_tile"])
+    assert last_launch().overlaps  # both launches wait for the one before by themselves
 """
 
 

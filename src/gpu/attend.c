@@ -57,10 +57,7 @@ static enum smla_status launch_attend(const struct smla_gpu_scope *scope,
         .blocks = launch->whole + (pieces - launch->whole) * launch->splits,
         .shared_bytes = plan->shared_bytes,
     };
-    const struct smla_gpu_grid parts = {
-        .blocks = combine_blocks(plan),
-        .overlaps = plan->combine_id != SMLA_KERNEL_COMBINE,
-    };
+    const struct smla_gpu_grid parts = {.blocks = combine_blocks(plan)};
     SMLA_TRY(smla_gpu_launch(scope, (enum smla_gpu_kernel)plan->kernel_id, blocks, stream, launch,
                              error));
     if (launch->splits == 1) return SMLA_OK;

@@ -311,7 +311,7 @@ enum smla_status smla_gpu_launch(const struct smla_gpu_scope *scope, enum smla_g
         .sharedMemBytes = (unsigned int)grid.shared_bytes,
         .hStream = (CUstream)stream,
         .attrs = &overlap,
-        .numAttrs = grid.overlaps && scope->overlaps,
+        .numAttrs = smla_gpu_kernels[kernel].waits && scope->overlaps,
     };
     void *parameters[] = {(void *)(uintptr_t)work}; /* the driver copies it and writes nothing */
     SMLA_CUDA_TRY(scope->driver, error, cuLaunchKernelEx, &config, scope->functions[kernel],

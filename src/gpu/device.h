@@ -31,7 +31,6 @@ struct smla_gpu_scope {
 struct smla_gpu_grid {
     int64_t blocks;
     int32_t shared_bytes; /* dynamic shared memory of a block */
-    bool overlaps;        /* may begin before the launch before it ends: the kernel itself waits */
 };
 
 /* Loads the device's kernels where that was not done and makes its context current. Only after

@@ -35,15 +35,18 @@ const struct smla_gpu_kernel_info smla_gpu_kernels[SMLA_GPU_KERNELS] = {
     [SMLA_KERNEL_APPEND] = {"any_cache", "any_append", 128, 0},
     [SMLA_KERNEL_UNPACK] = {"any_cache", "any_unpack", 128, 0},
     [SMLA_KERNEL_GATHER] = {"any_gather", "any_gather", 128, 0},
-    [SMLA_KERNEL_SM80_COMBINE] = {"sm80_combine", "sm80_combine", 256, 0},
-    [SMLA_KERNEL_SM80_COMBINE_MANY] = {"sm80_combine", "sm80_combine_many", 256, 0},
-#define IN(image, name, threads, shared_bytes)                                                     \
-    [SMLA_KERNEL_##name] = {image, #name, threads, shared_bytes},
-#define SM80_DENSE(name, heads, threads, shared_bytes) IN("sm80_dense", name, threads, shared_bytes)
-#define SM80_FP8(name, heads, threads, shared_bytes) IN("sm80_fp8", name, threads, shared_bytes)
-#define SM90_DENSE(name, heads, threads, shared_bytes) IN("sm90_dense", name, threads, shared_bytes)
+    [SMLA_KERNEL_SM80_COMBINE] = {"sm80_combine", "sm80_combine", 256, 0, true},
+    [SMLA_KERNEL_SM80_COMBINE_MANY] = {"sm80_combine", "sm80_combine_many", 256, 0, true},
+#define IN(image, name, threads, shared_bytes, waits)                                              \
+    [SMLA_KERNEL_##name] = {image, #name, threads, shared_bytes, waits},
+#define SM80_DENSE(name, heads, threads, shared_bytes)                                             \
+    IN("sm80_dense", name, threads, shared_bytes, false)
+#define SM80_FP8(name, heads, threads, shared_bytes)                                               \
+    IN("sm80_fp8", name, threads, shared_bytes, false)
+#define SM90_DENSE(name, heads, threads, shared_bytes)                                             \
+    IN("sm90_dense", name, threads, shared_bytes, true)
 #define SM90_PACKED(name, heads, threads, shared_bytes)                                            \
-    IN("sm90_packed", name, threads, shared_bytes)
+    IN("sm90_packed", name, threads, shared_bytes, true)
     // clang-format off
     SMLA_SM80_DENSE_KERNELS(SM80_DENSE)
     SMLA_SM80_FP8_KERNELS(SM80_FP8)

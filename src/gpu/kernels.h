@@ -3,6 +3,7 @@
 #ifndef SMLA_GPU_KERNELS_H
 #define SMLA_GPU_KERNELS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "sm80_kernels.h"
@@ -33,6 +34,7 @@ struct smla_gpu_kernel_info {
     const char *name;     /* the symbol */
     int32_t threads;      /* of a block */
     int32_t shared_bytes; /* dynamic shared memory that a block may ask for */
+    bool waits; /* itself for the launch before it, so that it may begin before that ends */
 };
 
 extern const struct smla_gpu_kernel_info smla_gpu_kernels[SMLA_GPU_KERNELS];
