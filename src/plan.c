@@ -337,15 +337,15 @@ static bool sm90_costs_less(const struct smla_attend *work, const struct smla_ta
            tile * sm80_cost(&other, splits);
 }
 
-/* Whether Hopper's own products pay: over dense caches, and for more than 32 heads, wherever sm80
- * would have blocks of more than 16 heads; for fewer over packed ones from a few rows on; but for
- * very short rows. Where a row's bits must not depend on the number of rows, all take sm80. */
+/* Whether Hopper's own products pay: wherever sm80 would have blocks of more than 16 heads, and for
+ * 16 over packed caches from a few rows on, but for very short rows. Where a row's bits must not
+ * depend on the number of rows, all take sm80. */
 static bool sm90_pays(const struct smla_attend *work, const struct smla_target *target)
 {
     enum { FEW_ENTRIES = 512, FEW_ROWS = 8 };
     if (work->batch_invariant || entries_of(work) < FEW_ENTRIES) return false;
-    if (is_dense(work) || work->heads > 32) return sm80_heads(work) > 16;
-    return rows_of(work) >= FEW_ROWS && (work->heads > 16 || sm90_costs_less(work, target));
+    if (is_dense(work) || work->heads > 16) return sm80_heads(work) > 16;
+    return rows_of(work) >= FEW_ROWS && sm90_costs_less(work, target);
 }
 
 /* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */

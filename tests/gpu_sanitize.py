@@ -75,7 +75,8 @@ def attend_cases(few: bool) -> Iterator[Case]:
                         yield case
     for scales in ("wild", "far"):
         main = Source(cache_format="fp8_ds_mla", scales=scales, topk=300, num_blocks=20)
-        yield Case(leading=(2,), heads=64, main=main, max_logits="given")
+        for heads in FULL_TILES:
+            yield Case(leading=(2,), heads=heads, main=main, max_logits="given")
     for name in ("dense", "fp8_ds_mla"):  # more rows than an H200 has multiprocessors
         main = Source(cache_format=name, topk=600, num_blocks=20, padding=0.1)
         yield Case(leading=(134,), heads=64, main=main)
