@@ -431,6 +431,8 @@ CASES = [
         out="float32",
     ),
     Case("far_scales", heads=64, main=replace(FP8, **FAR), spread=8, out="float32"),
+    Case("far_scales_of_32_heads", heads=32, main=replace(FP8, **FAR), spread=8, out="float32"),
+    Case("far_scales_of_9_heads", heads=9, main=replace(FP8, **FAR), spread=8, out="float32"),
     Case("far_scales_norope", heads=40, main=replace(NOROPE, **FAR), d_qk=512, out="float32"),
     Case("random_unused_bytes", main=replace(FP8, unused="random")),  # 49, 68
     # heads and widths: 34, 35, 58

@@ -97,7 +97,7 @@ def test_more_pieces_than_multiprocessors(name: str, cuda: Backend) -> None:
     import torch
 
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    for rows, heads in ((count + 2, 64), (count // 2 + 1, 70)):
+    for rows, heads in ((count + 2, 64), (count // 2 + 1, 70), (count + 2, 24), (count + 2, 10)):
         case = case_of((name, 576, "bfloat16"), heads=heads, leading=(rows,), topk=600)
         case = replace(case, max_logits="given", out="strided", lse="strided", sink="normal")
         cuda.check(cases.make(case, seed=rows))
@@ -105,9 +105,9 @@ def test_more_pieces_than_multiprocessors(name: str, cuda: Backend) -> None:
             plan = sparse_mla.plan(
                 batch=rows, heads=heads, topk=600, cache_format=name, device="cuda:0"
             )
-            of_row = plan["splits"] * 64 * (512 + 2) * 4
-            assert plan["workspace_bytes"] % of_row == 0
-            assert 0 < plan["workspace_bytes"] < of_row * count
+            of_piece = plan["splits"] * plan["head_tile"] * (512 + 2) * 4
+            assert plan["workspace_bytes"] % of_piece == 0
+            assert 0 < plan["workspace_bytes"] < of_piece * count
 
 
 @pytest.mark.parametrize(
