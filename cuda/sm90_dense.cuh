@@ -636,7 +636,7 @@ __device__ void attend(const smla_gpu_attend &parameters)
         gather<Row>(launch, piece, shared, [&](int half) { copy_tiles<Row>(shared, half); });
     } else {
         ptx::take_registers<MULTIPLY_REGISTERS>();
-        ptx::wait_for_last_launch();
+        ptx::wait_for_last_launch(); /* it may still write q */
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;
         store_query<Row>(work, piece, shared);
         sync_roles(BARRIER_MULTIPLY, MULTIPLIERS);

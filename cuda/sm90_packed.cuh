@@ -172,7 +172,8 @@ __device__ float scale_at(const uint8_t *first, int y, int group)
 }
 
 /* Numbers of each of a lane's heads are joined over the lanes of all rows by halves: a lane gets
- * those of joined_head() and the next. Of fewer than 64 heads several lanes get the same ones. */
+ * those of joined_head() and the next. Of fewer than 64 heads several lanes get the same ones:
+ * where two are left they stay, joined over the lanes of more rows. */
 template <typename Shared> constexpr int SAME_HEADS = 2 * WARP / Shared::HEADS; /* lanes */
 
 template <typename Shared> __device__ int joined_head()
@@ -985,7 +986,7 @@ __device__ void attend(const smla_gpu_attend &parameters)
         gather<Shape>(launch, piece, shared, [&](int half) { copy_tiles(shared, half); });
     } else {
         ptx::take_registers<Shape::MULTIPLY_REGISTERS>();
-        ptx::wait_for_last_launch();
+        ptx::wait_for_last_launch(); /* it may still write q */
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;
         store_query(work, piece, shared);
         sync_multipliers<0>(shared);

@@ -258,10 +258,12 @@ PARTS = """
 import numpy as np, sparse_mla
 from fake_gpu import last_launch, tensor
 
-q, slots = tensor(1, 16, 576, dtype=np.float16), tensor(1, 2048, dtype=np.int32)
-rows, out, lse = tensor(4, 8, 576, dtype=np.float16), tensor(1, 16, 512), tensor(1, 16)
-sparse_mla.attend(q, rows, slots, out=out, lse=lse, softmax_scale=1.0)
-print(last_launch().kernel.decode(), last_launch().overlaps)
+q, rows = tensor(1, 16, 576, dtype=np.float16), tensor(4, 8, 576, dtype=np.float16)
+out, lse = tensor(1, 16, 512), tensor(1, 16)
+for topk in (8, 2048):
+    slots = tensor(1, topk, dtype=np.int32)
+    sparse_mla.attend(q, rows, slots, out=out, lse=lse, softmax_scale=1.0)
+    print(last_launch().kernel.decode(), last_launch().overlaps)
 """
 
 
@@ -269,12 +271,12 @@ print(last_launch().kernel.decode(), last_launch().overlaps)
 @pytest.mark.parametrize(
     ("compute", "kernel", "printed"),
     [
-        ("80", "sm80", "sm80_combine_many 0"),
-        ("90", "sm80", "sm80_combine_many 1"),
-        ("90", "any", "any_combine 0"),
+        ("80", "sm80", "sm80_fp16_576_16 0\nsm80_combine_many 0"),
+        ("90", "sm80", "sm80_fp16_576_16 0\nsm80_combine_many 1"),
+        ("90", "any", "any_attend 0\nany_combine 0"),
     ],
 )
-def test_merging_begins_early_where_the_gpu_can_and_the_kernel_waits(
+def test_launches_begin_early_where_the_gpu_can_and_the_kernel_waits(
     compute: str, kernel: str, printed: str, fake: Path
 ) -> None:
     environment = {"FAKE_CUDA_COMPUTE": compute, "SPARSE_MLA_KERNEL": kernel}
