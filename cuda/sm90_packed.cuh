@@ -73,7 +73,9 @@ template <int d_qk, int heads> struct shape {
     static constexpr int BATCH = heads == 64 ? 8 : 4; /* rows that a warp copies at once */
     static constexpr int STAGES = heads == 64 ? 3 : heads == 32 ? 4 : 5;
     static constexpr int ROPE_STAGES = heads == 64 ? 2 : 3;
-    static constexpr int LANE_HEADS = heads / QUAD;         /* of a thread's tile_numbers */
+    static constexpr int LANE_HEADS = heads / QUAD; /* of a thread's tile_numbers */
+    /* of a warp whose lanes have a head each */
+    static constexpr unsigned HEAD_LANES = heads < WARP ? (1u << heads) - 1 : ALL_LANES;
     static constexpr int GROUPS_OF_BLOCK = COLUMNS / heads; /* whose weights lie side by side */
     /* registers of a thread, multiples of 8: 504 for three of them */
     static constexpr int GATHER_REGISTERS = heads == 64 ? 40 : 88;
@@ -548,7 +550,6 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
                                 tile_numbers<Shared> &scores, float2 &sums)
 {
     constexpr int HEADS = Shared::HEADS;
-    constexpr unsigned LANES = HEADS < WARP ? (1u << HEADS) - 1 : ALL_LANES; /* that have a head */
     const int warp = warp_of_group(), lane = lane_of_warp(), thread = group_thread();
     auto *const largest = reinterpret_cast<float (*)[WARPS][HEADS]>(shared.weight);
     store_largest<Shared>(largest[0], [&](int i, int) { return scores[i]; });
@@ -561,8 +562,8 @@ __device__ void move_references(Shared &shared, unsigned tile, int own, int size
         const float top = largest_of_warps(largest[0], thread), before = shared.reference[thread];
         fresh = shared.fresh[warp] >> lane & 1;
         const bool moves = top > (fresh ? -CUDART_INF_F : 0.0f);
-        const unsigned still_fresh = __ballot_sync(LANES, fresh && !moves);
-        __syncwarp(LANES); /* all have read what one writes */
+        const unsigned still_fresh = __ballot_sync(Shared::HEAD_LANES, fresh && !moves);
+        __syncwarp(Shared::HEAD_LANES); /* all have read what one writes */
         if (lane == 0) shared.fresh[warp] = still_fresh;
         if (moves) {
             shared.reference[thread] = before + top;
@@ -952,7 +953,7 @@ template <typename Shared> __device__ void init_references(Shared &shared)
         for (int g = 0; g < GROUPS; g++) shared.unit[g][thread] = LARGEST_POWER;
     }
     if (thread < sizeof shared.fresh / sizeof *shared.fresh) {
-        shared.fresh[thread] = Shared::HEADS < WARP ? (1u << Shared::HEADS) - 1 : ~0u;
+        shared.fresh[thread] = Shared::HEAD_LANES;
     }
     if (thread < GROUPS) shared.smallest_yet[thread] = CUDART_INF_F;
     if (thread == 0) shared.wild = 0;
@@ -961,8 +962,7 @@ template <typename Shared> __device__ void init_references(Shared &shared)
 template <int d_qk, int heads, int shared_bytes>
 __device__ void attend(const smla_gpu_attend &parameters)
 {
-    using Shape = shape<d_qk, heads>;
-    using Shared = shared_state<Shape>;
+    using Shared = shared_state<shape<d_qk, heads>>;
     static_assert(sizeof(Shared) == shared_bytes, "sm90_kernels.h");
     static_assert(shared_bytes + 1024 <= 227 * 1024, "what Hopper gives a block");
     extern __shared__ __align__(1024) unsigned char operands[];
@@ -982,10 +982,10 @@ __device__ void attend(const smla_gpu_attend &parameters)
         shared.part = taken.part;
     }
     if (threadIdx.x < GATHERERS) {
-        ptx::keep_registers<Shape::GATHER_REGISTERS>();
-        gather<Shape>(launch, piece, shared, [&](int half) { copy_tiles(shared, half); });
+        ptx::keep_registers<Shared::GATHER_REGISTERS>();
+        gather<Shared>(launch, piece, shared, [&](int half) { copy_tiles(shared, half); });
     } else {
-        ptx::take_registers<Shape::MULTIPLY_REGISTERS>();
+        ptx::take_registers<Shared::MULTIPLY_REGISTERS>();
         ptx::wait_for_last_launch(); /* it may still write q */
         const int own = __shfl_sync(ALL_LANES, (int)threadIdx.x / ptx::WARPGROUP, 0) - 1;
         store_query(work, piece, shared);

@@ -153,18 +153,12 @@ static int32_t sm80_heads(const struct smla_attend *work)
 }
 
 /* Which of a format's kernels is for so many heads. */
-static int32_t kernel_of_heads(int32_t head_tile)
+static int32_t kernel_of_heads(int64_t head_tile)
 {
     return head_tile == 16 ? 0 : head_tile == 32 ? 1 : 2;
 }
 
-/* Entries of a tile: see block_of in cuda/sm80_attend.cuh. */
-static int64_t sm80_tile(int32_t head_tile)
-{
-    return head_tile == 16 ? 32 : 16;
-}
-
-/* What the cost of splits depends on. */
+/* How a kernel cuts the work: what the cost of splits depends on, and the splits. */
 struct split_shape {
     int64_t pieces; /* rows times head tiles */
     int64_t heads;  /* of a tile */
@@ -174,6 +168,8 @@ struct split_shape {
     int64_t entries;  /* of a row */
     int64_t tile;     /* entries of one */
     int64_t tiles;    /* of a row */
+    int64_t splits;   /* the cheapest, or, for batch_invariant, by the entries alone */
+    double cost;      /* of the cheapest */
 };
 
 typedef double split_cost(const struct split_shape *shape, int64_t splits);
@@ -192,39 +188,34 @@ static double sm80_cost(const struct split_shape *shape, int64_t splits)
            merging * (double)(splits * merged);
 }
 
-static struct split_shape sm80_shape(const struct smla_attend *work,
-                                     const struct smla_target *target, int64_t heads,
-                                     int64_t resident)
-{
-    return (struct split_shape){
-        .pieces = rows_of(work) * ceil_div(work->heads, heads),
-        .heads = heads,
-        .multiprocessors = target->multiprocessors,
-        .resident = resident,
-        .tiles = ceil_div(entries_of(work), sm80_tile((int32_t)heads)),
-    };
-}
-
 /* The splits of the least cost, the fewest of equals. Of those whose longest part has the same
  * length the fewest cost the least, so that only these are looked at: some 20 instead of 64. */
-static int64_t cheapest_splits(const struct split_shape *shape, split_cost *cost_of)
+static void find_cheapest(struct split_shape *shape, split_cost *cost_of)
 {
-    int64_t best = 1, longest = shape->tiles;
-    double least = cost_of(shape, 1);
+    int64_t longest = shape->tiles;
+    shape->splits = 1;
+    shape->cost = cost_of(shape, 1);
     while (longest > 1) {
         int64_t splits = ceil_div(shape->tiles, longest - 1);
         if (splits > SMLA_MOST_SPLITS) break;
         double cost = cost_of(shape, splits);
-        if (cost < least) {
-            least = cost;
-            best = splits;
+        if (cost < shape->cost) {
+            shape->cost = cost;
+            shape->splits = splits;
         }
         longest = ceil_div(shape->tiles, splits);
     }
-    return best;
 }
 
-enum { INVARIANT_ENTRIES = 256 }; /* of a split, at most, for batch_invariant */
+static void choose_splits(const struct smla_attend *work, struct split_shape *shape,
+                          split_cost *cost_of)
+{
+    enum { INVARIANT_ENTRIES = 256 }; /* of a split, at most, for batch_invariant */
+    if (work->batch_invariant)
+        shape->splits = ceil_div(shape->entries, INVARIANT_ENTRIES);
+    else
+        find_cheapest(shape, cost_of);
+}
 
 static void set_combine(struct smla_plan *plan)
 {
@@ -232,29 +223,43 @@ static void set_combine(struct smla_plan *plan)
                                                           : SMLA_KERNEL_SM80_COMBINE_MANY;
 }
 
-/* Splits of sm80: the cheapest, or, for batch_invariant, by the entries alone. */
-static void set_tile_splits(const struct smla_attend *work, int64_t tile, struct split_shape shape,
-                            struct smla_plan *plan)
+static int32_t sm80_kernel(int32_t line, int64_t heads)
 {
-    int64_t wanted = work->batch_invariant ? ceil_div(entries_of(work), INVARIANT_ENTRIES)
-                                           : cheapest_splits(&shape, sm80_cost);
-    set_splits(work, rows_of(work) * work->heads, wanted, tile, plan);
-    set_combine(plan);
+    return TENSOR_CORES[line].sm80 + kernel_of_heads(heads);
 }
 
-static void plan_sm80(const struct smla_attend *work, const struct smla_target *target,
-                      int32_t line, struct smla_plan *plan)
+static struct split_shape sm80_shape(const struct smla_attend *work,
+                                     const struct smla_target *target, int32_t line)
 {
     enum { RESERVED_BYTES = 1024 };
-    plan->kernel = "sm80";
-    plan->head_tile = sm80_heads(work);
-    plan->kernel_id = TENSOR_CORES[line].sm80 + kernel_of_heads(plan->head_tile);
-    plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
-    int64_t resident = plan->head_tile == 64 ? 1 : 2; /* that the registers hold */
-    int64_t room = (target->shared_bytes + RESERVED_BYTES) / (plan->shared_bytes + RESERVED_BYTES);
+    int64_t heads = sm80_heads(work);
+    int64_t tile = heads == 16 ? 32 : 16; /* see block_of in cuda/sm80_attend.cuh */
+    int64_t bytes = smla_gpu_kernels[sm80_kernel(line, heads)].shared_bytes;
+    int64_t resident = heads == 64 ? 1 : 2; /* that the registers hold */
+    int64_t room = (target->shared_bytes + RESERVED_BYTES) / (bytes + RESERVED_BYTES);
     if (room < resident) resident = room < 1 ? 1 : room;
-    int64_t tile = sm80_tile(plan->head_tile);
-    set_tile_splits(work, tile, sm80_shape(work, target, plan->head_tile, resident), plan);
+    struct split_shape shape = {
+        .pieces = rows_of(work) * ceil_div(work->heads, heads),
+        .heads = heads,
+        .multiprocessors = target->multiprocessors,
+        .resident = resident,
+        .entries = entries_of(work),
+        .tile = tile,
+        .tiles = ceil_div(entries_of(work), tile),
+    };
+    choose_splits(work, &shape, sm80_cost);
+    return shape;
+}
+
+static void plan_sm80(const struct smla_attend *work, int32_t line, const struct split_shape *shape,
+                      struct smla_plan *plan)
+{
+    plan->kernel = "sm80";
+    plan->head_tile = (int32_t)shape->heads;
+    plan->kernel_id = sm80_kernel(line, shape->heads);
+    plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
+    set_splits(work, rows_of(work) * work->heads, shape->splits, shape->tile, plan);
+    set_combine(plan);
 }
 
 /* What `splits` parts of the last pieces cost, in the time of an entry: the rounds of whole pieces
@@ -294,7 +299,7 @@ static struct split_shape sm90_shape(const struct smla_attend *work,
 {
     int64_t tile = is_dense(work) ? SMLA_SM90_DENSE_TILE : SMLA_SM90_PACKED_TILE;
     int64_t heads = sm90_heads(work), pieces = rows_of(work) * ceil_div(work->heads, heads);
-    return (struct split_shape){
+    struct split_shape shape = {
         .pieces = pieces,
         .heads = heads,
         .multiprocessors = target->multiprocessors,
@@ -303,49 +308,69 @@ static struct split_shape sm90_shape(const struct smla_attend *work,
         .tile = tile,
         .tiles = ceil_div(entries_of(work), tile),
     };
+    choose_splits(work, &shape, sm90_cost);
+    return shape;
 }
 
 /* Hopper's own products. */
-static void plan_sm90(const struct smla_attend *work, const struct smla_target *target,
-                      int32_t line, struct smla_plan *plan)
+static void plan_sm90(const struct smla_attend *work, int32_t line, const struct split_shape *shape,
+                      struct smla_plan *plan)
 {
-    const struct split_shape shape = sm90_shape(work, target);
     plan->kernel = "sm90";
-    plan->head_tile = (int32_t)shape.heads;
+    plan->head_tile = (int32_t)shape->heads;
     plan->kernel_id = TENSOR_CORES[line].sm90 +
-                      (is_dense(work) ? 0 : kernel_of_heads(plan->head_tile));
+                      (is_dense(work) ? 0 : kernel_of_heads(shape->heads));
     plan->shared_bytes = smla_gpu_kernels[plan->kernel_id].shared_bytes;
-    int64_t wanted = work->batch_invariant ? ceil_div(shape.entries, INVARIANT_ENTRIES)
-                                           : cheapest_splits(&shape, sm90_cost);
-    set_splits(work, shape.cut * shape.heads, wanted, shape.tile, plan);
-    int64_t cut = plan->splits == 1 ? shape.pieces : shape.cut;
-    plan->whole = (int32_t)(shape.pieces - cut);
+    set_splits(work, shape->cut * shape->heads, shape->splits, shape->tile, plan);
+    int64_t cut = plan->splits == 1 ? shape->pieces : shape->cut;
+    plan->whole = (int32_t)(shape->pieces - cut);
     plan->cut_pieces = (int32_t)cut;
     set_combine(plan);
 }
 
-/* Whether it pays for up to 16 heads of packed caches, where both kernels are close: by what their
- * cheapest splits cost. Measured, see docs/performance.md. */
-static bool sm90_costs_less(const struct smla_attend *work, const struct smla_target *target)
+/* Whether Hopper's own products may pay at all: not for very short rows. Where a row's bits must
+ * not depend on the number of rows, all take sm80. */
+static bool sm90_may_pay(const struct smla_attend *work)
 {
-    const double entry = 0.0235, tile_alone = 1.33, tile_beside = 1.1; /* microseconds */
-    const struct split_shape own = sm90_shape(work, target);
-    const struct split_shape other = sm80_shape(work, target, 16, 2);
-    int64_t splits = cheapest_splits(&other, sm80_cost);
-    double tile = other.pieces * splits <= other.multiprocessors ? tile_alone : tile_beside;
-    return entry * sm90_cost(&own, cheapest_splits(&own, sm90_cost)) <
-           tile * sm80_cost(&other, splits);
+    enum { FEW_ENTRIES = 512 };
+    return !work->batch_invariant && entries_of(work) >= FEW_ENTRIES;
 }
 
-/* Whether Hopper's own products pay: wherever sm80 would have blocks of more than 16 heads, and for
- * 16 over packed caches from a few rows on, but for very short rows. Where a row's bits must not
- * depend on the number of rows, all take sm80. */
-static bool sm90_pays(const struct smla_attend *work, const struct smla_target *target)
+/* Whether both are close: for up to 16 heads over packed caches, from a few rows on. */
+static bool are_close(const struct smla_attend *work)
 {
-    enum { FEW_ENTRIES = 512, FEW_ROWS = 8 };
-    if (work->batch_invariant || entries_of(work) < FEW_ENTRIES) return false;
-    if (is_dense(work) || work->heads > 16) return sm80_heads(work) > 16;
-    return rows_of(work) >= FEW_ROWS && sm90_costs_less(work, target);
+    enum { FEW_ROWS = 8 };
+    return !is_dense(work) && work->heads <= 16 && rows_of(work) >= FEW_ROWS;
+}
+
+/* Of 16 heads. Measured, see docs/performance.md. */
+static bool sm90_costs_less(const struct split_shape *sm90, const struct split_shape *sm80)
+{
+    const double entry = 0.0235, tile_alone = 1.33, tile_beside = 1.1; /* microseconds */
+    bool alone = sm80->pieces * sm80->splits <= sm80->multiprocessors;
+    return entry * sm90->cost < (alone ? tile_alone : tile_beside) * sm80->cost;
+}
+
+/* sm90 where it has to be or pays: wherever sm80 would have blocks of more than 16 heads, and where
+ * both are close and it costs less. */
+static void plan_tensor_cores(const struct smla_attend *work, const struct smla_target *target,
+                              int32_t line, bool must_sm90, bool can_sm90, struct smla_plan *plan)
+{
+    bool may_sm90 = can_sm90 && sm90_may_pay(work);
+    if (must_sm90 || (may_sm90 && sm80_heads(work) > 16)) {
+        const struct split_shape sm90 = sm90_shape(work, target);
+        plan_sm90(work, line, &sm90, plan);
+        return;
+    }
+    const struct split_shape sm80 = sm80_shape(work, target, line);
+    if (may_sm90 && are_close(work)) {
+        const struct split_shape sm90 = sm90_shape(work, target);
+        if (sm90_costs_less(&sm90, &sm80)) {
+            plan_sm90(work, line, &sm90, plan);
+            return;
+        }
+    }
+    plan_sm80(work, line, &sm80, plan);
 }
 
 /* The tensor-core kernels where they take the work, the kernel for any shape where they do not. */
@@ -370,10 +395,8 @@ static enum smla_status plan_gpu(const struct smla_attend *work, const struct sm
                  "fp8_tensor, on GPUs of compute capability 9.0");
     if (line < 0)
         SMLA_TRY(plan_any(work, target, plan, error));
-    else if (sm90 || (can_sm90 && !sm80 && sm90_pays(work, target)))
-        plan_sm90(work, target, line, plan);
     else
-        plan_sm80(work, target, line, plan);
+        plan_tensor_cores(work, target, line, sm90, can_sm90 && !sm80, plan);
     int64_t blocks = rows_of(work) * ceil_div(work->heads, plan->head_tile);
     SMLA_FAIL_IF(blocks > INT32_MAX / plan->splits || rows_of(work) * work->heads > INT32_MAX / 4,
                  error, SMLA_ERROR_UNSUPPORTED,

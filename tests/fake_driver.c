@@ -170,9 +170,14 @@ static CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     (void)device;
     const char *given = getenv("FAKE_CUDA_COMPUTE");
     const int compute = given ? atoi(given) : 75;
-    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? compute / 10
-             : attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? compute % 10
-                                                                         : 100 + attribute;
+    switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = compute / 10; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = compute % 10; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: /* as Hopper has it, or Ada */
+        *value = (compute == 90 ? 227 : 99) * 1024;
+        break;
+    default: *value = 100 + attribute;
+    }
     return CUDA_SUCCESS;
 }
 
